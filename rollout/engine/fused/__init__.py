@@ -1,1 +1,1 @@
-"""The fused CPU forward: families, binding, checks."""
+"""The fused CPU forward pass: model families, parameter addresses, checks."""

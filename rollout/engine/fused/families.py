@@ -1,6 +1,6 @@
-"""Parts of each family's decoder layers, for the fused forward: one row of a table per family.
+"""A table of the model families that the fused forward pass computes, with the parts of their decoder layers.
 
-A row names modules and numbers of transformers' classes; `Bound` verifies all of them in a given model.
+An entry names the modules and options of a family's classes in transformers. `Bound` checks that a model matches its entry.
 """
 
 from __future__ import annotations
@@ -13,70 +13,73 @@ from rollout.engine.kernels.cpu_forward import NormKind, RotaryKind
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a family's modules. Names of classes are appended to the family's name."""
+    """The names of a family's modules and classes. A class name is appended to `Family.name`."""
 
     causal_lm: str = "ForCausalLM"
     """The class of the whole model."""
     decoder: str = "model"
     inner: str = ""
-    """Decoder inside of `decoder`, which is then a model of text and images."""
+    """The attribute of `decoder` that holds the text decoder, if `decoder` also processes images; otherwise empty."""
     decoder_class: str = "Model"
     embedding: str = "embed_tokens"
     positions: str = "wpe"
-    """The module of learned positions, if there is no rotary embedding."""
+    """The module of learned position embeddings, used only if the family has no rotary embedding."""
     layers: str = "layers"
     layer: str = "DecoderLayer"
     """The class of a layer."""
     final_norm: str = "norm"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """One name: queries, keys and values are packed in this order."""
+    """The modules of the query, key and value projections. A single name: one module computes all three, in this order."""
     output: str = "o_proj"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """One name: gate and up are packed in this order; in an MLP without a gate, up alone."""
+    """The modules of the gate and up projections. A single name: one module computes both, in this order, or only up."""
     down: str = "down_proj"
     activation: str = "act_fn"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Parts of the layers of one family of decoders."""
+    """The parts of the layers of one family of decoders."""
 
     name: str
-    """The first part of the names of its classes."""
+    """The prefix that the family's class names share, such as "Llama"."""
     names: Names = Names()
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm", None, "post_attention_layernorm", None,
     )  # fmt: skip
-    """Norms before and after attention, before and after the MLP. The residual is added after the second and fourth."""
+    """The norms before and after attention, and before and after the MLP; None: no such norm.
+
+    The residual is added after the second and after the fourth.
+    """
     norm: NormKind = NormKind.RMS
     query_norm: Literal["none", "head", "whole"] = "none"
-    """Norm of queries and keys: of each head, or of all heads together."""
+    """How queries and keys are normalised: `head`, each head by itself; `whole`, all heads together."""
     gated_attention: bool = False
-    """Whether each head's queries are packed with a gate of its outputs."""
+    """Whether the query projection also computes, for each head, a gate that multiplies the head's output."""
     delta: Literal["none", "split", "interleaved"] = "none"
-    """Packing of the projections of layers with a gated delta rule instead of attention; `none`: no such layers."""
+    """How layers with a gated delta rule instead of attention pack their projections; `none`: no such layers."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False
     """Whether the MLPs of layers may be mixtures of experts."""
     shared_expert: bool = False
-    """Whether all positions go through one more expert with a gate."""
+    """Whether a mixture of experts also has a gated expert that processes every position."""
     shares_wide: bool = False
-    """Whether the weights of the chosen experts stay float32."""
+    """Whether the router's weights of the chosen experts stay float32."""
     rotary: RotaryKind | None = RotaryKind.HALVES
-    """The kind of rotary embedding. None: learned positions."""
+    """The kind of rotary embedding; None: learned position embeddings."""
     rotary_by_type: bool = False
-    """Whether layers of different types have their own rotary tables."""
+    """Whether each layer type has its own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """The object that holds a layer's window."""
+    """The object that holds a layer's `sliding_window`: its configuration or its attention module; `none`: no windows."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())
-    """Dropouts in decoder, layer, attention and MLP, which do nothing in a rollout."""
+    """The names of the dropout modules in the decoder, a layer, the attention and the MLP; inactive during sampling."""
     exact: bool = False
-    """Whether exact mode has a training forward for this family."""
+    """Whether exact mode can compute the training forward pass of this family."""
 
 
 _GPT2 = Names(

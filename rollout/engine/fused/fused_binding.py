@@ -1,4 +1,4 @@
-"""Addresses of a model's parameters for the fused forward, after checking that the model computes the same as its family."""
+"""Collects parameter addresses for the fused forward pass, after checking that the model computes what its family does."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 class Bound:
-    """Addresses of everything that the C++ forward reads.
+    """The addresses of everything in a model that the C++ forward pass reads.
 
     Args:
-        exact: refuse models that exact mode has no training forward for.
+        exact: whether to reject models for which exact mode has no training forward pass.
+        states: pool of recurrent states; None: the model has no recurrent layers, or they are not supported.
 
     Attributes:
-        causal_lm: the …ForCausalLM, without PEFT's wrappers.
-        decoder: the module with the layers.
-        mixtures: mixtures of experts, in the order of their layers.
+        causal_lm: the model, without PEFT's wrappers.
+        decoder: the module that holds the layers.
+        mixtures: the mixtures of experts, in layer order.
 
     Raises:
-        Unfusable, AttributeError: the C++ forward does not compute this model; the message gives the reason.
+        Unfusable, AttributeError: the C++ forward pass cannot compute this model; the message gives the reason.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Bound:
         self._bind(self.causal_lm, cache)
 
     def reads(self, cache: KVCache) -> bool:
-        """Return whether the pools have not moved."""
+        """Return whether the collected addresses still point into the current KV cache and state pool."""
         return self._pools_now(cache) == self._pools
 
     def reach(self, length: int) -> None:
-        """Extend the cosine and sine tables to `length` positions, by the module's own rotary embedding."""
+        """Extend the cosine and sine tables to at least `length` positions, with the module's own rotary embedding."""
         for layer_type, layers in self._rotated.items():
             tables = self._tables[layer_type]
             if len(tables[0]) < length:
@@ -153,14 +154,14 @@ class Bound:
         return family
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Return the addresses and sizes of the pools; the addresses of their parts depend on both."""
+        """Return the addresses and sizes of the pools, which determine the address of every layer's part."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
         if self._states is None:
             return found
         return *found, self._states.state(self._states.shapes[0].key).data_ptr(), self._states.num_blocks
 
     def _rotation(self) -> tuple[int, bool]:
-        """Return the number of rotated elements of a head, and whether the tables are wider than the model's dtype."""
+        """Return the number of rotated elements per head, and whether the tables have a wider dtype than the model."""
         found = {(table.shape[1], table.dtype) for tables in self._tables.values() for table in tables}
         if not found:
             return 0, False
@@ -275,7 +276,7 @@ class Bound:
         self._widths.append(out.inner)
 
     def _without_lora(self, model: Any) -> Any:
-        """Return the model inside PEFT's LoRA wrappers, which only forward calls."""
+        """Return the model inside PEFT's LoRA wrappers, which only pass calls through."""
         if not (is_of(model, "PeftModel", "peft.") or is_of(model, "PeftModelForCausalLM", "peft.")):
             return model
         self._checks.plain(model, "base_model")
@@ -285,7 +286,7 @@ class Bound:
 
 
 def _delta_width(layer: Layer) -> int:
-    """Return the number of outputs per position of a gated delta rule's projections; 0: the layer has none."""
+    """Return the number of outputs per position of a layer's gated delta rule projections; 0: the layer has none."""
     delta: DeltaNet = layer.delta
     keys, values = int(delta.key_heads * delta.key_dim), int(delta.value_heads * (delta.value_dim + 1))
     return 2 * (keys + values)

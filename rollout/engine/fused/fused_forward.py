@@ -1,9 +1,9 @@
-"""C++ forward of a decoder on a CPU, over the module's own parameters.
+"""Runs a decoder's forward pass in C++ on a CPU, with the module's own parameters.
 
-It serves models whose layers are exactly known classes of transformers (`families.FAMILIES`) of one dtype, without hooks,
-replaced forwards or quantised layers. It also serves PEFT's LoRA layers, and FSDP2's classes while the weights are whole.
-Everything is checked and read again whenever the trainer may have modified the module. Parameters are never copied, so the
-next step uses updated weights.
+The model must be one of `families.FAMILIES`, with layers of transformers' own classes and a single dtype. It must have no
+hooks, replaced `forward` or quantised layers. PEFT's LoRA layers are supported, and FSDP2's classes while the weights are
+gathered. All of this is checked again whenever the trainer may have modified the module. Parameters are never copied, so
+the next step uses updated weights.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ _log = logging.getLogger(__name__)
 
 
 class FusedForward:
-    """The C++ forward of one model, which replaces the module's while its code is transformers' own.
+    """The C++ forward pass of one model. It replaces the module's own while the module's code is transformers' original.
 
     Args:
-        library: see `cpu_library.load`.
-        exact, states: see `Bound`.
+        cache: the KV cache, read and written by every step.
+        library: the C++ library; see `cpu_library.load`.
+        exact: see `Bound`.
+        states: see `Bound`.
     """
 
     def __init__(
@@ -61,12 +63,12 @@ class FusedForward:
         self._module_epoch = -1
         self._why = self._given_up = ""
         self.record: Record | None = None
-        """Receives the routers' choices in every forward. None: they are not recorded."""
+        """A function that receives each router's choices in every forward pass; None: choices are not recorded."""
         self.values = TokenValues(model, None)
-        """The user's function of hidden states, which receives those it requests."""
+        """The user's function of hidden states, and the hidden states to pass to it."""
 
     def ready(self, module_epoch: int) -> bool:
-        """Return whether the model, in its current state, can go through `run`. `module_epoch`: see `Installation`."""
+        """Return whether `run` can compute the model in its current state. For `module_epoch`, see `Installation`."""
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()
@@ -78,18 +80,22 @@ class FusedForward:
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:
-        """Serve no further steps, for the reason `why`."""
+        """Run no further steps, for the reason `why`."""
         self._given_up = why
         _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 
     def run(
         self, ids: NDArray[np.int64], rows: PagedRows, keep: NDArray[np.int64], states: NDArray[np.int32] | None = None
     ) -> Tensor:
-        """Compute logits [len(keep), V] at packed positions `keep`, valid until the next call; updates K, V and states.
+        """Run a forward pass over P packed positions of R sequences; write their K and V, and update their states.
 
         Args:
-            ids: [P] token ids.
-            states: [R] state slot of each sequence; None: the model has none.
+            ids: token ids, [P].
+            keep: indices of the packed positions to compute logits for.
+            states: state slot of each sequence, [R]; None: the model has no recurrent layers.
+
+        Returns:
+            Logits [len(keep), vocabulary size], valid until the next call.
         """
         bound = self._bound
         assert bound is not None
@@ -120,22 +126,22 @@ class FusedForward:
         steps: int,
         asked: ctypes.c_int32,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Make decode steps in one call of C++, each with the tokens that the previous step has drawn.
+        """Run several decode steps in one C++ call; each step takes the tokens that the previous one has drawn.
 
-        No further step begins once a row has drawn a stop token or has no finite logit.
+        No further step starts once a row has drawn a stop token or has no finite logit.
 
         Args:
-            ids: [R] token ids of the first step; may be overwritten, like `rows` and `counters`.
-            rows: one position per row, and block tables wide enough for all steps.
-            states: [R] state slot of each row; not read if the model has no recurrent layers.
-            params: sampling parameters of the R rows, which are `plain`.
-            counters: [R] positions in the rows' random streams.
-            stop_ids: [R, S] token ids that end a row, padded with negatives.
-            steps: most steps to make.
-            asked: no further step begins once it is not 0; another thread may set it at any time.
+            ids: token ids of the first step, [R]; may be overwritten, as may `rows` and `counters`.
+            rows: one position per row, with block tables that have room for all steps.
+            states: state slot of each row, [R]; not read if the model has no recurrent layers.
+            params: sampling parameters of the R rows, which must be `plain`.
+            counters: positions in the rows' random streams, [R].
+            stop_ids: token ids that end each row, padded with negative numbers, [R, maximum per row].
+            steps: maximum number of steps.
+            asked: a stop flag that another thread may set at any time; no further step starts once it is not 0.
 
         Returns:
-            Tokens and log-probs [R, M] of the M steps made; NaN is the log-prob of a row without a finite logit.
+            Tokens and log-probs [R, M] of the M steps that ran. The log-prob is NaN if a row had no finite logit.
         """
         bound, count = self._bound, len(ids)
         assert bound is not None
@@ -170,7 +176,7 @@ class FusedForward:
         states: NDArray[np.int32] | None,
         steps: int = 1,
     ) -> tuple[Step, tuple[NDArray[np.int64], ...]]:
-        """Return the C++ description of `steps` steps, with the arrays that it points to."""
+        """Return the C++ struct that describes `steps` steps, and the arrays that it points to, which must be kept alive."""
         bound.reach(int(rows.positions.max()) + steps)
         kept = len(keep)
         need = self._library.rollout_workspace_bytes(
@@ -190,13 +196,13 @@ class FusedForward:
         ), (slots, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
-        """Return an array [steps, kept, hidden] for the head's inputs; empty if they are not needed."""
+        """Allocate a tensor [steps, kept positions, hidden size] for the inputs of the LM head; empty if not needed."""
         hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
         step.hidden = hidden.data_ptr() if self.values.wanted else None
         return hidden
 
     def release(self) -> None:
-        """Release buffers that the next step allocates again."""
+        """Free the buffers, which the next step allocates again."""
         self._workspace = self._logits = torch.empty(0, device="cpu")
 
     def _bind(self) -> None:

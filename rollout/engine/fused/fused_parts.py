@@ -1,8 +1,8 @@
-"""Parts of decoder layers for the fused forward: each is verified, and its addresses and numbers are read.
+"""Verifies the parts of decoder layers for the fused forward pass, and reads their addresses and options.
 
-Rotary tables have the same bits for every reader. A vectorised cosine may round an element of a short tensor differently
-than the same element of a long one. Tables are therefore computed in parts of a fixed size, on the CPU, and kept as long as
-the module.
+Rotary tables must be bit-identical wherever they are used. A vectorised cosine may round an element of a short tensor
+differently from the same element of a long tensor. Tables are therefore computed on the CPU in parts of a fixed size, and
+cached for the lifetime of the module.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _SPLIT, _INTERLEAVED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (
 
 
 class Parts:
-    """Reads the parts of one model. Methods raise `Unfusable` or `AttributeError` for a part that C++ does not compute.
+    """Reads the parts of one model. The methods raise `Unfusable` or `AttributeError` for a part that C++ cannot compute.
 
     Args:
-        dtype: dtype of all parameters except adapters'.
-        exact: refuse live adapters.
+        dtype: dtype of all parameters except those of adapters.
+        exact: whether to reject active adapters.
 
     Attributes:
-        epsilons, activations: values of all norms and MLPs read so far.
-        ranks: ranks of all adapters, and 0.
+        epsilons: the epsilons of all norms read so far.
+        activations: the activation functions of all MLPs read so far.
+        ranks: the ranks of all adapters read so far, after a 0.
     """
 
     def __init__(self, checks: Checks, family: Family, dtype: torch.dtype, *, exact: bool) -> None:
@@ -75,20 +76,23 @@ class Parts:
         self.activations.add(Activation.GELU_TANH)
 
     def dropouts(self, module: Any, names: tuple[str, ...]) -> None:
-        """Check the dropouts among a module's children, which do nothing in a rollout."""
+        """Check that the named children of a module are plain dropouts, which are inactive during sampling."""
         for name in names:
             dropout = getattr(module, name)
             require(type(dropout) is nn.Dropout, f"{name} is {type(dropout).__name__}")
             self._checks.plain(dropout)
 
     def linears(self, parent: Any, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
-        """Read projections with `sizes` columns, each from its own module or all packed in one module."""
+        """Read projections with these numbers of outputs, each from its own module, or all from one that packs them."""
         if len(names) == 1:
             return self.linear(getattr(parent, names[0]), *sizes)
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """Read the projections of `sizes` columns that a module packs; without sizes, one projection of all columns."""
+        """Read the projections with `sizes` outputs that a module packs; without `sizes`, the module is one projection.
+
+        With `lora=False`, an active adapter raises `Unfusable`.
+        """
         base = base_of(module)
         adapter = Adapter() if base is module else self._adapter(module, lora=lora)
         conv = is_conv(base)
@@ -111,7 +115,7 @@ class Parts:
         return found
 
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
-        """Read the active adapter of a LoRA layer; all zeros without an adapter."""
+        """Read the active adapter of a LoRA layer; an empty `Adapter` if none is active."""
         self._checks.unhooked(module)
         require(not module.merged, "LoRA is merged into a projection")
         active = active_adapters(module)
@@ -159,11 +163,11 @@ class Parts:
         )  # fmt: skip
 
     def delta_net(self, layer: Any, index: int, states: StatePool) -> tuple[DeltaNet, Linear]:
-        """Read a GatedDeltaNet of transformers (arXiv 2412.06464), and the projection of its outputs.
+        """Read a gated delta net layer of transformers (arXiv 2412.06464), and its output projection.
 
         Args:
-            index: index of the layer in its model.
-            states: holds the inputs of its convolution and the state of its recurrence.
+            index: index of the layer in the model.
+            states: pool that holds the layer's convolution inputs and recurrent state.
         """
         interleaved, dtype = self._family.delta == "interleaved", self.dtype
         names = _INTERLEAVED if interleaved else _SPLIT
@@ -207,7 +211,7 @@ class Parts:
         ), output  # fmt: skip
 
     def _require_known_experts(self, experts: Any) -> None:
-        """Check that transformers' own functions compute a layer's experts, in the layout that the C++ forward reads."""
+        """Check that transformers' own code computes a layer's experts, and that C++ can read their memory layout."""
         checks = self._checks
         flags = ("is_transposed", "has_bias", "_is_expert_parallel")
         wrong = [name for name in flags if getattr(experts, name, False)]
@@ -242,14 +246,14 @@ def is_conv(module: Any) -> bool:
 
 
 PART = 64
-"""Positions per call: few enough that torch computes them on one thread."""
+"""The number of positions per call of the rotary embedding: few enough that torch computes them on one thread."""
 
 
 class _Tables(NamedTuple):
     frequencies: Tensor
     """A copy of the frequencies that the tables were computed from."""
     key: tuple[float, torch.dtype]
-    """Scaling, and the requested dtype."""
+    """The scaling factor and the requested dtype that the tables were computed with."""
     cosines: Tensor
     sines: Tensor
 
@@ -258,9 +262,12 @@ _kept: WeakKeyDictionary[nn.Module, dict[str | None, _Tables]] = WeakKeyDictiona
 
 
 def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [at least max(`length`, 1), D] of the first positions, contiguous, on the CPU.
+    """Return the cosine and sine tables of at least the first max(`length`, 1) positions, contiguous, on the CPU.
+
+    A table has one row per position and one column per rotated element of a head.
 
     Args:
+        rotary: the module that computes the rotary embedding.
         dtype: dtype of the hidden states, and of the tables unless the module keeps them in float32.
         layer_type: type of the layers that use the tables; None: all layers use the same tables.
     """

@@ -1,1 +1,1 @@
-"""Captured decode steps on CUDA."""
+"""Decode steps captured as CUDA graphs."""

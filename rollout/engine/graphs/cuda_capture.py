@@ -1,7 +1,7 @@
-"""Capture of device work into CUDA graphs. A failed capture leaves no trace.
+"""Captures device work into CUDA graphs, and cleans up after a failed capture.
 
-Always true after `capture` has raised: the previous stream is current again, no capture is open, the allocator assumes none,
-and random numbers can be drawn on the device. After `forget`, all memory of the capture is released.
+Always true after `capture` has raised: the previous stream is current again, no capture is open, the allocator is out of
+capture mode, and random numbers can be drawn on the device. `forget` releases the memory of the failed capture.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 WARM_UP_RUNS = 2
-"""Runs before a capture, because compiled kernels, library handles and workspaces cannot be created during it."""
+"""The number of runs before a capture, which create what a capture cannot: kernels, library handles and workspaces."""
 _log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """Captures on a private stream; all graphs share one memory pool, since only one runs at a time."""
+    """Captures graphs on a private stream. All graphs share one memory pool, since only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._leaked: list[Any] = []
-        """Pools of failed captures. The capture holds a reference to each that only we can drop."""
+        """The pools of failed captures. Each failed capture holds a reference to its pool, which only `forget` can drop."""
         self._bytes = 0
 
     @property
     def graph_bytes(self) -> int:
-        """Driver memory taken since the last `forget`: the graphs' pool and the instantiated graphs."""
+        """The driver memory taken since the last `forget`, in bytes: the graphs' pool and the instantiated graphs."""
         return self._bytes
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work` `WARM_UP_RUNS` times, then record it without running it; returns the function that replays it.
+        """Run `work` `WARM_UP_RUNS` times, then record it without running it. Return the function that replays it.
 
-        Exceptions of `work` propagate and leave the device usable.
+        Exceptions raised by `work` propagate and leave the device usable.
         """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -60,7 +60,7 @@ class CudaDevice:
             return graph.replay
 
     def forget(self) -> None:
-        """Release the memory of all captures, including failed ones, which can then not be replayed."""
+        """Release the memory of all captures, including failed ones. Captured graphs must not be replayed afterwards."""
         leaked, self._leaked = self._leaked, []
         for pool in leaked:
             # Drop the failed graph's reference to its pool, which the graph itself does only if its capture has
@@ -119,7 +119,7 @@ class CudaDevice:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Return whether the stream's capture was finished. A graph that cannot be instantiated then cleans up itself."""
+    """Return whether the stream's capture is complete; if so, a graph that cannot be instantiated cleans up after itself."""
     try:
         graph.pool()
     except RuntimeError:
@@ -129,10 +129,10 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 @contextmanager
 def _own_cublas_workspace() -> Iterator[None]:
-    """Let a capture allocate its cuBLAS workspace in the graph's pool.
+    """Make a capture inside the block allocate its cuBLAS workspace in the graph's pool.
 
-    A workspace from outside could be freed (by `torch.compile(mode="reduce-overhead")` in the trainer) while the graphs
-    continue to write to it.
+    A workspace allocated elsewhere could be freed while graphs still write to it, for example by
+    `torch.compile(mode="reduce-overhead")` in the trainer.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -143,7 +143,7 @@ def _own_cublas_workspace() -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: destroying another graph, or memory of another stream, would break the capture."""
+    """Disable garbage collection: destroying a graph, or freeing another stream's memory, would break the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -155,9 +155,10 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def no_kept_casts() -> Iterator[None]:
-    """Let autocast drop the cast of a weight after the module that uses it.
+    """Make autocast drop the cast copy of a weight after each module that runs inside the block.
 
-    A graph whose forward enters autocast itself (accelerate) would keep a cast copy of all weights in its memory pool.
+    Otherwise, if the model's forward pass enters autocast itself (as with accelerate), the graph's memory pool would keep
+    cast copies of all weights.
     """
     hook = register_module_forward_hook(lambda *_: torch.clear_autocast_cache())
     try:

@@ -1,15 +1,15 @@
-"""CUDA graphs of decode steps: capture the module's own forward for about ten numbers of rows, replay it.
+"""Runs decode steps as CUDA graphs: captures the module's own forward pass for about ten batch sizes, and replays it.
 
-A step of a small batch takes less time on the device than Python needs to launch its thousands of kernels. A replay launches
-them together. Always true:
-- All sizes are captured in one window, inside the first decode step that finds no graphs (usually that of the model's
-  verification, at construction), while the engine's lock is held. A step is padded to the next captured size.
-- All graphs read one `DecodeState`, which has room for a fixed number of columns of block tables and parts of keys. If rows
-  need more room, all graphs are dropped.
-- Graphs fix the addresses of the KV pool and of the weights, and everything that the forward reads in Python: plain
-  attributes, configurations, functions. They are dropped when one of these changes. Code of other packages may read
-  anything, so a model with such code is captured again after each time the trainer may have modified it.
-- If a capture fails, the step runs the model's own forward. Another attempt follows after the next suspend.
+In a step of a small batch, the device computes faster than Python can launch the thousands of kernels. A replay launches
+all of them together. Always true:
+- All sizes are captured together, in the first decode step that finds no graphs, while the engine's lock is held. This is
+  usually the step that verifies the model when the engine is built. Later steps are padded to the next captured size.
+- All graphs read one `DecodeState`, which has room for a fixed number of block table columns and key parts. If the rows of
+  a step need more room, all graphs are dropped.
+- A graph contains the addresses of the KV pool and the weights, and the effect of everything that the forward pass reads in
+  Python: plain attributes, configurations, functions. Graphs are dropped when one of these changes. Code from other
+  packages may read anything, so a model with such code is captured again whenever the trainer may have modified it.
+- If a capture fails, the step runs the model's own forward pass. The next attempt follows after the next suspend.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from rollout.engine.models.attention import Installation, forward_with
 from rollout.engine.models.model_support import ModelLayout, has_global_hooks
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
-"""Numbers of rows that decode steps are padded to; above these, multiples of 128."""
+"""The numbers of rows that decode steps are padded to; larger steps are padded to multiples of 128."""
 GRAPH_BYTES = 2**23
-"""Assumed bytes of one graph until all are captured: about 1,600 kernels, for which the driver keeps about 5 KiB each."""
+"""The assumed size of one graph in bytes until all are captured: about 1,600 kernels of about 5 KiB each in the driver."""
 LEAST_LACKING = 2**26
-"""The minimum number of bytes to keep free once a capture has run out of memory."""
+"""The minimum number of bytes to keep free for graphs once a capture has run out of memory."""
 LEAST_WORKSPACE = 2**26
-"""Bytes for the parts of keys of a step, before they are merged. If more is needed it is doubled, which drops all graphs."""
+"""The initial size, in bytes, of the attention results per part of keys, before they are merged.
+
+If a step needs more, the size is at least doubled, which drops all graphs.
+"""
 STATE_LENGTH = 16384
-"""Tokens that block tables have room for. For a longer sequence it is doubled, which drops all graphs."""
+"""The initial room of the block tables, in tokens. A longer sequence at least doubles the room, which drops all graphs."""
 WORTHWHILE = 64
 """The number of replays that amortise one capture."""
 MAX_WASTED = 8
-"""Consecutive invalidations before `WORTHWHILE` replays, after which capturing stops."""
+"""The number of consecutive captures dropped before `WORTHWHILE` replays after which the engine stops capturing."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,12 +57,13 @@ class GraphedDecode:
     """Runs the decode steps of one model as CUDA graphs.
 
     Args:
-        cache: holds K and V.
+        cache: the KV cache.
         max_rows: maximum number of rows of a step.
-        kernels: the attention of the module's forward.
+        device: captures the graphs.
+        kernels: the attention kernels to capture.
 
     Attributes:
-        watched: key of the modules' computation, without the weights; graphs are valid while it stays equal.
+        watched: function that returns a key of the modules' code and options; graphs are valid while the key stays equal.
         why_not: reason why the last capture failed or why capturing has stopped; otherwise empty.
     """
 
@@ -79,44 +83,47 @@ class GraphedDecode:
         self._kernels = kernels
         self._sizes = _row_sizes(max_rows)
         self._expected = len(self._sizes) * GRAPH_BYTES
-        """Bytes of the graphs of all sizes, once they are captured."""
+        """The expected size, in bytes, of the graphs of all batch sizes."""
         self._columns = table_columns(STATE_LENGTH, cache.block_size)
         self._parts = _least_parts(layout, max_rows)
         self.watched: Callable[[], Hashable] = tuple
         self._state: DecodeState | None = None
         self._graphs: dict[int, Callable[[], None]] = {}
-        """Number of rows → function that replays its graph."""
+        """The function that replays the graph of each captured number of rows."""
         self._logits = torch.empty(0)
-        """[rows, V], shared by all graphs, because logits are the largest tensor of a small batch."""
+        """The logits [rows, vocabulary size], shared by all graphs because they are the largest tensor of a small batch."""
         self._fixed: tuple[int, ...] | None = None
-        """Addresses of the KV pool that are fixed in the graphs."""
+        """The addresses of the KV pool that the graphs contain."""
         self._computed: tuple[int, torch.dtype | None] | None = None
         self._signature: object = None
         self._replays = self._wasted = 0
         self._tried = False
-        """Whether missing sizes were tried; they are tried again after the next suspend."""
+        """Whether the missing sizes were tried since the last suspend."""
         self.why_not = ""
         self._given_up = False
 
     @property
     def captured(self) -> list[int]:
-        """The number of rows of each captured graph."""
+        """The numbers of rows with a captured graph, ascending."""
         return sorted(self._graphs)
 
     @property
     def graph_bytes(self) -> int:
-        """The device memory of all graphs, their workspace, their inputs and the logits they write, in bytes."""
+        """The device memory of all graphs, including their workspace, inputs and logits, in bytes."""
         state = 0 if self._state is None else self._state.nbytes
         return self._device.graph_bytes + self._kernels.nbytes + self._logits.nbytes + state
 
     @property
     def bytes_to_come(self) -> int:
-        """The device memory that graphs will still take, including their current pool, which torch counts as free."""
+        """The device memory, in bytes, to reserve for graphs: what they will still take, and what they have taken.
+
+        The memory already taken is included because torch counts it as free.
+        """
         missing = 0 if self._given_up else max(0, self._expected - self.graph_bytes)
         return self._device.graph_bytes + missing
 
     def expect(self, peak: int, positions: int) -> None:
-        """Estimate the memory of graphs from an eager step of this many positions, which takes `peak` bytes."""
+        """Estimate the memory of the graphs from an eager step of this many positions that took `peak` bytes."""
         if not self.captured:
             pool = self._sizes[-1] * peak // positions
             self._expected = max(self._expected, pool + len(self._sizes) * GRAPH_BYTES)
@@ -129,17 +136,17 @@ class GraphedDecode:
         module_epoch: int,
         rotary: NDArray[np.int64] | None = None,
     ) -> Tensor | None:
-        """Run one decode step as a graph, within an active `Installation`; K and V go into the cache.
+        """Run one decode step as a graph and write its keys and values into the cache, within an active `Installation`.
 
         Args:
-            ids: [P] token ids.
-            rows: the P positions.
-            keep: packed positions whose logits are needed.
-            module_epoch: changes whenever the trainer may have modified the module.
+            ids: token ids of the P packed positions, [P].
+            rows: the positions.
+            keep: indices of the packed positions to compute logits for.
+            module_epoch: number that changes whenever the trainer may have modified the module.
             rotary: see `DecodeState.send`.
 
         Returns:
-            Logits [len(keep), V], valid until the next call; None if this step must run the module's forward.
+            Logits [len(keep), vocabulary size], valid until the next call; None if the module must run this step itself.
         """
         count = len(rows)
         if len(ids) != count or len(keep) != count or count > self._sizes[-1] or (keep != np.arange(count)).any():
@@ -158,11 +165,11 @@ class GraphedDecode:
         return self._logits[:count]
 
     def retry(self) -> None:
-        """Let the next step capture missing graphs; called at a suspend."""
+        """Let the next step try again to capture missing graphs. The engine calls this when it suspends."""
         self._tried = False
 
     def release(self) -> None:
-        """Free the memory of all graphs; they are captured again when they are needed."""
+        """Drop all graphs and free their memory; the next decode step captures them again."""
         self._graphs.clear()
         self._tried = False
         self._state = None
@@ -198,7 +205,7 @@ class GraphedDecode:
         return not self._given_up
 
     def _state_for(self, positions: NDArray[np.int64]) -> DecodeState:
-        """Return the decode state, enlarged if it has no room for rows at these positions."""
+        """Return the decode state, enlarged if it has no room for rows at these positions (which drops all graphs)."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
             # Release the captured graphs: they read the smaller decode state.
@@ -211,7 +218,7 @@ class GraphedDecode:
         return self._state
 
     def _capture_missing(self, state: DecodeState) -> None:
-        """Capture the missing sizes, the largest first, so that the others find room in its memory."""
+        """Capture the graphs of the missing batch sizes, largest first, so that the smaller ones reuse its memory."""
         missing = [rows for rows in reversed(self._sizes) if rows not in self._graphs]
         short, lack = list[int](), ""
         state.clear()
@@ -268,8 +275,10 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Return the number of key parts that every graph has room for: those that fit into `LEAST_WORKSPACE`, at most
-    those of `rows` rows of `STATE_LENGTH` tokens."""
+    """Return the number of key parts that every graph has room for at first.
+
+    It is the number that fits into `LEAST_WORKSPACE`, or the number in `rows` rows of `STATE_LENGTH` tokens if that is less.
+    """
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))
 

@@ -1,7 +1,7 @@
-"""A captured decode step: its attention, and its inputs in one buffer at a fixed address, which one copy per step fills.
+"""The inputs and the attention of a decode step that is captured in a CUDA graph.
 
-A step sends three numbers and the block tables of each row. The slot mapping follows from these on the device, inside the
-graph.
+The inputs are in one buffer at a fixed address, which one copy per step fills: three numbers and the block table of each
+row. The graph computes the slot mapping from them on the device.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from rollout.engine.models.model_support import ModelLayout
 
 _FIELDS = 3
 _ALIGNED = 16
-"""Rows are a multiple of this, so that every part of the buffer begins at a multiple of 64 bytes."""
+"""The factor that divides the number of rows, so that each part of the buffer starts at a multiple of 64 bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeInputs:
-    """Inputs of a decode step of B rows with one position each, on the device; rows without a sequence are padding."""
+    """The inputs of a decode step of B rows with one position each, on the device; rows without a sequence are padding."""
 
     ids: Tensor
-    """[B] int64 token ids; 0 in padding."""
+    """The token ids, int64 [B]; 0 in padding."""
     positions: Tensor
-    """[B] int64 rotary positions; 0 in padding."""
+    """The rotary positions, int64 [B]; 0 in padding."""
     seen: Tensor
-    """[B] int32, the last position that a row attends to, which is its own; -1 in padding."""
+    """The last position that each row attends to, which is its own, int32 [B]; -1 in padding."""
     slots: Tensor
-    """[B] int32 slot mapping; -1 in padding."""
+    """The slot mapping, int32 [B]; -1 in padding."""
     tables: Tensor
-    """[B, columns] int32 block tables."""
+    """The block tables, int32 [B, columns]."""
     parts: DecodeParts
-    """Parts of the keys of each row, for the Triton kernels."""
+    """The parts into which the Triton kernels split each row's keys."""
 
 
 class DecodeState:
-    """Rows of decode steps on the device.
+    """The buffers on the device that hold the rows of a decode step.
 
     Args:
-        rows: maximum number of rows of a step.
-        columns: columns of the block tables; a multiple of 16, because Triton compiles another kernel for other strides.
+        rows: maximum number of rows of a step; R is this number rounded up.
+        columns: number of columns of the block tables, a multiple of 16 (Triton recompiles a kernel for other strides).
 
     Attributes:
-        ids, positions: [R] int32, token and rotary position of each row; 0 in padding.
-        seen: [R] int32, position of each row in its sequence; -1 in padding.
-        tables: [R, columns] int32 block ids.
+        ids: token id of each row, int32 [R]; 0 in padding.
+        positions: rotary position of each row, int32 [R]; 0 in padding.
+        seen: position of each row in its sequence, int32 [R]; -1 in padding.
+        tables: block ids, int32 [R, columns].
     """
 
     def __init__(self, rows: int, columns: int, block_size: int, device: torch.device) -> None:
@@ -77,16 +78,16 @@ class DecodeState:
         return self._flat.nbytes
 
     def clear(self) -> None:
-        """Make every row padding, which writes nothing; the warm-up of a capture runs on this state."""
+        """Make every row padding, for which a step writes nothing. The warm-up runs of a capture use this state."""
         self._flat.zero_()
         self.seen.fill_(-1)
 
     def send(self, ids: NDArray[np.int64], rows: PagedRows, rotary: NDArray[np.int64] | None = None) -> None:
-        """Send the rows of the next step, with one position each, in one asynchronous copy.
+        """Send the rows of the next step, with one position each, to the device in one asynchronous copy.
 
         Args:
-            ids: [B] token ids, B at most `rows`.
-            rotary: [B] rotary positions, which differ after an image; None: `rows.positions`.
+            ids: token ids of the B rows, [B]; B is at most the maximum number of rows.
+            rotary: rotary positions, [B], which differ from the positions after an image; None: `rows.positions`.
         """
         count, header = len(ids), _FIELDS * self.rows
         message = np.zeros(header + self.tables[:count].numel(), np.int32)
@@ -100,7 +101,7 @@ class DecodeState:
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
-        """Return the inputs of the step's first `count` rows, computed by the first kernels of a graph.
+        """Return the inputs of the first `count` rows. The first kernels of each graph compute them from the buffers.
 
         Args:
             capacity: see `DecodeParts`.
@@ -115,7 +116,7 @@ class DecodeState:
 
 
 class CapturedBatch:
-    """`AttentionBatch` of a captured forward."""
+    """The `AttentionBatch` of a forward pass that is captured in a graph."""
 
     def __init__(self, kernels: TritonDecode, layout: ModelLayout, inputs: DecodeInputs) -> None:
         self._kernels = kernels
@@ -141,10 +142,10 @@ class CapturedBatch:
 
 
 class TritonDecode:
-    """Attention of a captured step by the Triton kernels.
+    """Computes the attention of a captured step with the Triton kernels.
 
     Args:
-        paged: kernels with a workspace of their own, whose addresses are fixed in graphs.
+        paged: the kernels, with a workspace that nothing else uses, because graphs contain its addresses.
     """
 
     def __init__(self, paged: TritonPaged, cache: KVCache) -> None:
@@ -154,10 +155,12 @@ class TritonDecode:
     def __call__(
         self, layer: int, inputs: DecodeInputs, query: Tensor, key: Tensor, value: Tensor, **rules: Unpack[Rules]
     ) -> Tensor:
-        """Write K and V of every row, then attend.
+        """Write the keys and values of B rows into the cache, then compute their attention.
 
         Args:
-            query, key, value: [B, H, D], [B, Hkv, D], [B, Hkv, Dv].
+            query: [B, H, D] with H query heads of size D.
+            key: [B, Hkv, D] with Hkv key-value heads.
+            value: [B, Hkv, Dv].
 
         Returns:
             [B, H, Dv].
@@ -172,7 +175,7 @@ class TritonDecode:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the workspace, including outgrown buffers."""
+        """The size of the workspace in bytes, including buffers that were too small and have been replaced."""
         return self._paged.nbytes
 
     def release(self) -> None:

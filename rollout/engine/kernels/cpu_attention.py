@@ -1,4 +1,4 @@
-"""Paged attention on a CPU for a model that runs its own forward: C++ kernel, with plain torch as fallback."""
+"""Paged attention on a CPU for models that run their own forward pass: a C++ kernel, with plain torch as the fallback."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Attention(ctypes.Structure):
 
 
 class CpuPagedAttention:
-    """Attention of one step. A row's bits depend only on its own keys, not on the other rows of the step.
+    """Computes the attention of one step. The bits of a row depend only on its own keys, not on the step's other rows.
 
     Args:
-        library: see `cpu_library.load`.
+        library: the C++ library; see `cpu_library.load`.
         rows: the step's positions.
-        fallback: handles inputs that the kernel does not support (`serves`).
+        fallback: attention for inputs that the kernel does not support (see `serves`).
     """
 
     def __init__(self, library: ctypes.CDLL, rows: PagedRows, fallback: TorchPagedAttention) -> None:
@@ -46,7 +46,7 @@ class CpuPagedAttention:
         self._rows = rows
         self._fallback = fallback
         self.tasks = 0
-        """Tasks of the last call; sequences that read their common blocks together are one task."""
+        """The number of tasks in the last call. Sequences that share blocks and read them together are one task."""
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         if self._rows.seen is not None or not serves(query, key_cache, value_cache):
@@ -72,7 +72,7 @@ class CpuPagedAttention:
 
 
 def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Return whether the kernel supports these tensors: contiguous, float32 or bfloat16, all of one dtype."""
+    """Return whether the kernel supports these tensors: contiguous, all float32 or all bfloat16."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype == value_cache.dtype

@@ -1,4 +1,4 @@
-"""Sampling on a CPU in C++: two passes over the logits in place."""
+"""Sampling on a CPU in C++, in two passes over the logits, which are not copied."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ class Draw(ctypes.Structure):
 
 
 class Drawn(NamedTuple):
-    """The result of a draw: one token per row."""
+    """The result of a draw of one token in each of R rows."""
 
     token: Tensor
-    """[R] int64, ids of the drawn tokens."""
+    """The id of each drawn token, int64 [R]."""
     peak: Tensor
-    """[R] float32, the largest score / temperature."""
+    """The largest score / temperature of each row, float32 [R]."""
     log_sum: Tensor
-    """[R] float64, logarithm of the summed exponentials of score / temperature - peak, NaN where the peak is not finite."""
+    """The log of the sum of exp(score / temperature - peak) over each row, float64 [R]; NaN if the peak is not finite."""
     score: Tensor
-    """[R] float32, score / temperature of the token."""
+    """The score / temperature of each drawn token, float32 [R]."""
     kept_ids: Tensor | None
-    """[K] int32, the tokens that could be drawn in the rows that return them, row after row and ascending; None if no row
-    does."""
+    """The ids of the tokens that could be drawn, int32, for the rows that request them; None: no row does.
+
+    The rows' ids follow one another, each row's in ascending order.
+    """
     kept_counts: Tensor | None
-    """[R] int64, number of `kept_ids` of each row."""
+    """The number of entries of each row in `kept_ids`, int64 [R]; None: no row requests them."""
 
 
 class CpuDraw:
@@ -63,12 +65,13 @@ class CpuDraw:
         """Draw one token per row from softmax(scores / temperature).
 
         Args:
-            scores: [R, V] float32 or bfloat16, rows contiguous.
-            temperature: [R] float32.
-            greedy: [R] bool, rows that take their largest score (lowest id on ties).
-            keys, positions: [R] int64, each row's random stream and counter (`random_stream.uniforms`).
-            keeping: [R] bool, rows that return the tokens that could be drawn. None: no row.
-            room: with `keeping`, int32 [R, V], overwritten.
+            scores: logits of R rows and V tokens, float32 or bfloat16 [R, V] with contiguous rows.
+            temperature: float32 [R].
+            greedy: whether each row takes the token with its largest score (on ties the lowest id), bool [R].
+            keys: random stream of each row, int64 [R]; see `random_stream.uniforms`.
+            positions: position of each row in its random stream, int64 [R].
+            keeping: whether each row returns the tokens that could be drawn, bool [R]; None: no row does.
+            room: buffer for these tokens, int32 [R, V], which is overwritten; required with `keeping`.
         """
         count, vocabulary = scores.shape
         token = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -96,7 +99,7 @@ class CpuDraw:
 
 @cache
 def load() -> CpuDraw | None:
-    """Return the kernel, or None if it cannot be built."""
+    """Return the kernel, or None if the C++ library cannot be built."""
     library = cpu_library.load()
     return None if library is None else CpuDraw(library)
 

@@ -1,4 +1,4 @@
-"""Structures that the fused C++ forward reads: the parts of decoder layers, a model, a step, and a run of steps.
+"""The structures that the fused C++ forward pass reads: the parts of decoder layers, a model, a step, and several steps.
 
 Each class mirrors the C++ struct that its docstring names; the header documents the fields.
 """
@@ -13,10 +13,10 @@ class NormKind(IntEnum):
     """Mirror of the C++ enum `NormKind` in cpu_forward.h."""
 
     RMS = 0
-    """weight * normalised, rounded after each."""
+    """weight * normalised input, rounded after the normalisation and after the product."""
     RMS_ROUNDED_ONCE = 1
     RMS_OF_ONE_PLUS_WEIGHT = 2
-    """(1 + weight) * normalised, rounded once."""
+    """(1 + weight) * normalised input, rounded once."""
     LAYER_NORM = 3
 
 

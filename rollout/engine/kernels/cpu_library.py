@@ -1,8 +1,8 @@
 """Builds and loads `cpu_kernels.cpp`.
 
-The library is compiled on first use (about 5 seconds), never at import, and cached under a key of sources, compiler and
-processor, in the user's cache directory. If several processes need it at once, one compiles and the others wait. Without a
-compiler or a folder to write to, `load` returns None and warns once, and plain torch is used.
+The library is compiled on first use (about 5 seconds), never at import. It is cached in the user's cache directory, under a
+key computed from sources, compiler and processor. If several processes need it at once, one compiles and the others wait.
+Without a compiler or a writable folder, `load` returns None and warns once, and plain torch is used.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 COMPILE_TIMEOUT_S = 600
-"""Limit in seconds. Compiling takes 5 s, or over two minutes if many other processes use the same cores."""
+"""The time limit for compiling, in seconds. It takes 5 s, or over two minutes if many other processes use the same cores."""
 COMPILERS = ("g++", "c++", "clang++")
-"""Compilers, tried in this order unless the environment variable CXX names one."""
+"""The compilers to try, in this order, unless the environment variable CXX names one."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 CPU_INFO = Path("/proc/cpuinfo")
-"""Linux's description of the processor."""
+"""The file in which Linux describes the processor."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Outcome of building and loading the kernels.
+    """The outcome of building and loading the kernels.
 
     Attributes:
-        library: the loaded library; None: it cannot be built here.
-        described: compiler and file, or why there is no library.
+        library: the loaded library; None: it could not be built or loaded.
+        described: the compiler's version and the library's path, or the reason why there is no library.
     """
 
     library: ctypes.CDLL | None
@@ -47,13 +47,13 @@ class Kernels:
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the compiled library, built if needed; None if it cannot be built."""
+    """Return the compiled library, or None if it cannot be built. The first call builds it if it is not cached."""
     return status().library
 
 
 @cache
 def status() -> Kernels:
-    """Return the library with its compiler, or the reason why it cannot be built; the first call builds it."""
+    """Return the library and its description. The first call builds it if it is not cached."""
     try:
         return _load()
     except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
@@ -117,7 +117,11 @@ def _key(compiler: _Compiler) -> str:
 
 
 def _built(path: Path, compiler: _Compiler) -> Path:
-    """Return the path of the library, compiled by this process or by another; raises `OSError` if it cannot be written."""
+    """Return the path of the library. Compile it unless this or another process has already done so.
+
+    Raises:
+        OSError: the library cannot be written.
+    """
     if path.exists():
         return path
     with _locked(path.with_suffix(".lock")):
@@ -141,9 +145,9 @@ def _built(path: Path, compiler: _Compiler) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Admit one process at a time to the block, or all of them if the file system has no locks.
+    """Run the block in one process at a time. On a file system without locks, several processes may run it at once.
 
-    The lock is released when its process exits, even if it is killed.
+    The lock is released when the process that holds it exits, even if it is killed.
     """
     import fcntl
 
@@ -154,7 +158,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Return a key of the processor's instructions that the library may use."""
+    """Return a text that identifies the processor's instruction set, which the library may use fully."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

@@ -1,9 +1,9 @@
-"""Lists of the parts of keys in a decode step, computed on the device from positions, once for all layers.
+"""Splits the keys of a decode step into parts. The device lists the parts from the positions, once for all layers.
 
-The keys of a row are cut into parts of `SPLIT` tokens whatever the batch, so the bits of a row do not depend on its
-neighbours. A launch has enough programs to keep the device busy. They divide the existing parts among themselves, instead of
-one program per possible part. Shapes are fixed and the host never waits for the device, so the lists can be captured in a
-CUDA graph and follow positions that the device advances.
+The keys of a row are split into parts of `SPLIT` tokens in every batch, so the bits of a row do not depend on the other
+rows. A launch has a fixed number of programs, enough to keep the device busy, and they divide the listed parts among
+themselves. Shapes are fixed and the host never waits for the device. The lists can therefore be captured in a CUDA graph,
+and each replay computes them from the current positions.
 """
 
 from __future__ import annotations
@@ -15,25 +15,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 SPLIT = 512
-"""Keys per part: eight iterations of a tile's loop keep its pipeline full, and 64 sequences of 1k tokens still fill a GPU.
-Writing and merging a part (one row of V per query head, in float32) costs a few percent of reading it."""
+"""The number of keys per part.
+
+A kernel's loop takes eight iterations per part, which keeps its pipeline full, and 64 sequences of 1k tokens still fill a
+GPU. Writing and merging a part's result (one row of V per query head, in float32) costs a few percent of reading the part.
+"""
 
 
 class PartList(NamedTuple):
-    """Item i is part i - begins[owners[i]] of row owners[i]. There are begins[-1] items, and room for more."""
+    """A list of the key parts of B rows: item i is part number i - begins[owners[i]] of row owners[i].
+
+    The list has begins[-1] items, and room for `capacity`.
+    """
 
     begins: Tensor
-    """[B + 1] int32, index of each row's first item."""
+    """The index of each row's first item, followed by the number of items, int32 [B + 1]."""
     owners: Tensor
-    """[capacity] int32, row of each item; undefined after the last item."""
+    """The row of each item, int32 [capacity]; undefined after the last item."""
 
 
 class DecodeParts:
-    """Parts of the keys of B rows with one query each. A list is made on first use.
+    """The parts of the keys of B rows with one query each. Each list is computed on first use.
 
     Args:
-        positions: [B] int32 or int64, last position that a row attends to; negative: none.
-        capacity: room of every list, at least the number of parts (`num_parts`).
+        positions: last position that each row attends to, int32 or int64 [B]; negative: the row attends to nothing.
+        capacity: room of every list, in parts; at least the number of parts (see `num_parts`).
     """
 
     def __init__(self, positions: Tensor, capacity: int) -> None:
@@ -42,7 +48,7 @@ class DecodeParts:
         self._lists: dict[int, PartList] = {}
 
     def of(self, *, window: int | None = None) -> PartList:
-        """Return the parts of the keys that the rows attend to; parts before the window are left out."""
+        """Return the list of the parts that the rows attend to, without the parts before the window (None: no window)."""
         key = window or 0
         if key not in self._lists:
             seen = self.positions + 1
@@ -58,5 +64,5 @@ class DecodeParts:
 
 
 def num_splits(tokens: int) -> int:
-    """Return the number of parts of `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT), ..., independent of the batch."""
+    """Return the number of parts of a row with `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT), and so on."""
     return -(-tokens // SPLIT)

@@ -1,4 +1,4 @@
-"""Rows of a step as attention kernels read them: positions, slot mapping, block tables."""
+"""The rows of a step as attention kernels read them: positions, slot mapping, block tables."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """P positions of R sequences, packed one sequence after the other; the positions of a sequence are consecutive."""
+    """The P positions of R sequences, packed one sequence after the other; the positions of a sequence are consecutive."""
 
     offsets: NDArray[np.int64]
-    """[R + 1], offset of each sequence's positions."""
+    """The index of each sequence's first packed position, followed by P, [R + 1]."""
     positions: NDArray[np.int64]
-    """[P], place of each position in its sequence. It attends to positions up to its own, or up to `seen`."""
+    """The index of each packed position within its sequence, [P]. A position attends to all positions up to its own."""
     tables: NDArray[np.int64]
-    """[R, width] block ids, contiguous in memory; entries beyond a sequence's last position are never read."""
+    """The block tables, [R, width], contiguous in memory; entries beyond a sequence's last position are never read."""
     block_size: int
     seen: NDArray[np.int64] | None = None
-    """[P], last position that each attends to, if not its own: within an image that attends in both directions."""
+    """The last position that each position attends to, [P], for steps with images that attend in both directions.
+
+    None: each position attends up to its own.
+    """
 
     def __len__(self) -> int:
         return len(self.tables)
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[R], the number of positions of each sequence."""
+        """The number of positions of each sequence, [R]."""
         return np.diff(self.offsets)
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """[R], one past the last position of each sequence."""
+        """The position after the last position of each sequence, [R]."""
         return self.positions[self.offsets[1:] - 1] + 1
 
     def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
-        """Return the rows of the sequences `entries`, which ascend, and the indices [P'] of their packed positions."""
+        """Return the rows of some of the sequences, and the indices of their packed positions.
+
+        Args:
+            entries: indices of the sequences, ascending.
+        """
         counts = self.counts[entries]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         chosen = np.repeat(self.offsets[entries] - offsets[:-1], counts) + np.arange(offsets[-1])
@@ -45,6 +52,6 @@ class PagedRows:
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """[P], token slot of each position: block * block_size + offset."""
+        """The token slot of each position, block * block_size + offset, [P]."""
         rows = np.repeat(np.arange(len(self)), self.counts)
         return self.tables[rows, self.positions // self.block_size] * self.block_size + self.positions % self.block_size

@@ -1,8 +1,8 @@
 """Paged attention in plain torch: the reference on every device, and the fallback for the faster kernels.
 
-A step is cut into *tiles*, each of which is one call of `scaled_dot_product_attention`: a run of sequences that compute one
-position each, or one sequence's chunk. Grouped query heads are packed as query rows, which reads each KV head once
-(expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU).
+A step is split into *tiles*, and each tile is one call of `scaled_dot_product_attention`. A tile is either one sequence's
+chunk, or several consecutive sequences with one position each. The query heads that share a KV head are packed as query
+rows, so each KV head is read once. Expanding K and V, or `enable_gqa` in bf16, costs 6 to 14 times as much on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
-"""The maximum number of query x key pairs in a tile of several sequences; bounds the mask and the gathered keys."""
+"""The maximum number of query-key pairs in a tile of several sequences. It bounds the size of the mask and gathered keys."""
 
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -33,36 +33,41 @@ def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 
 
 CacheWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""A function that writes K and V of a step's positions into the paged cache, in the dtype of the cache. Its arguments:
+"""A function that writes K and V of a step's P positions into the paged cache, in the dtype of the cache.
 
-- K and V: [P, Hkv, D], [P, Hkv, Dv], in any floating dtype; the last dimension contiguous;
-- their caches: [num_blocks, block_size, Hkv, D], [..., Dv];
-- slots: [P] int64, block * block_size + offset, all different.
+Its arguments, with Hkv key-value heads of sizes D and Dv:
+- K [P, Hkv, D] and V [P, Hkv, Dv], in any floating dtype, with a contiguous last dimension;
+- the key cache [num_blocks, block_size, Hkv, D] and the value cache [num_blocks, block_size, Hkv, Dv];
+- the slot of each position, int64 [P]: block * block_size + offset, all different.
 """
 
 
 class Rules(TypedDict, total=False):
-    """Rules for the keys that a query attends to, and for the weights of their scores."""
+    """The rules that determine which keys a query attends to, and how their scores are computed."""
 
     scaling: Required[float]
+    """The factor by which products of queries and keys are multiplied."""
     window: int | None
-    """A query attends to the last `window` positions up to its own. Default None: all."""
+    """The number of last positions, including its own, that a query attends to. Default None: all."""
     softcap: float | None
-    """Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2). Default None: as they are."""
+    """The cap of scores, which become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118). Default None: no cap."""
     sinks: Tensor | None
-    """[H], a score per head that enters the softmax and has no value (gpt-oss; arXiv 2309.17453), not scaled. Default None:
-    none."""
+    """The attention sinks, one unscaled score per query head, [H] (gpt-oss; arXiv 2309.17453). Default None: no sinks.
+
+    A sink enters the softmax but has no value.
+    """
 
 
 class PagedAttention(Protocol):
-    """Attention of a step's queries over the paged cache, into which their own K and V are already written."""
+    """A function that computes the attention of a step's queries, whose K and V are already in the paged cache."""
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
-        """Compute the attention output of every position.
+        """Compute the attention output of each of the step's P positions.
 
         Args:
-            query: [P, H, D] contiguous, the step's positions in packed order.
-            key_cache, value_cache: [num_blocks, block_size, Hkv, D], [..., Dv].
+            query: [P, H, D], contiguous, in packed order, with H query heads of size D.
+            key_cache: [num_blocks, block_size, Hkv, D] with Hkv key-value heads.
+            value_cache: [num_blocks, block_size, Hkv, Dv].
 
         Returns:
             [P, H, Dv].
@@ -71,20 +76,28 @@ class PagedAttention(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
-    """B consecutive sequences of T query positions each."""
+    """A tile: B consecutive sequences with T query positions each."""
 
     queries: slice
-    """Places of the B*T queries among the step's positions."""
+    """The indices of the B*T queries among the step's packed positions."""
     blocks: Tensor
-    """[B*N] int64, block ids, N per sequence."""
+    """The block ids, N per sequence, int64 [B*N]."""
     positions: Tensor
-    """[B, 1, T, 1] int64, position of each query in its sequence."""
+    """The position of each query in its sequence, int64 [B, 1, T, 1]."""
     last: Tensor
-    """[B, 1, T, 1] int64, last position that each query attends to."""
+    """The last position that each query attends to, int64 [B, 1, T, 1]."""
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, keys: int, window: int | None, groups: int) -> Tensor:
-        """Return which keys each query row attends to, bool [B, 1, groups*T, keys]; one row for all groups if T is 1."""
+        """Return whether each query row attends to each key, bool [B, 1, groups*T, keys].
+
+        If T is 1, the mask has a single row for all groups.
+
+        Args:
+            keys: number of keys per sequence.
+            window: see `Rules`.
+            groups: number of query heads per KV head.
+        """
         if (window, groups) not in self._masks:
             key_positions = torch.arange(keys, device=self.positions.device)
             mask = key_positions <= self.last
@@ -95,10 +108,11 @@ class _Tile:
 
 
 class TorchPagedAttention:
-    """`PagedAttention` of one step in plain torch.
+    """The `PagedAttention` of one step in plain torch.
 
     Args:
         rows: the step's positions.
+        device: device of the KV cache.
     """
 
     def __init__(self, rows: PagedRows, device: torch.device) -> None:
@@ -147,7 +161,7 @@ def _tile(rows: PagedRows, members: slice, ends: NDArray[np.int64], device: torc
 
 
 def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile, rules: Rules) -> Tensor:
-    """Compute the attention output [B*T, H, Dv] of one tile."""
+    """Compute the attention output [B*T, H, Dv] of a tile of B sequences with T positions each."""
     softcap, sinks = rules.get("softcap"), rules.get("sinks")
     batch, length, kv_heads = tile.positions.shape[0], tile.positions.shape[2], key_cache.shape[2]
     groups = query.shape[1] // kv_heads

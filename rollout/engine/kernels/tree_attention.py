@@ -1,10 +1,11 @@
-"""Attention over a prefix tree, with its backward: C++ on a CPU, FlexAttention on CUDA, plain torch otherwise.
+"""Attention over a prefix tree, forward and backward: C++ on a CPU, FlexAttention on CUDA, plain torch otherwise.
 
-A tree's tokens are in depth-first order; query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] -
-positions[k] < window. If images of the tree attend in both directions, the rule is k <= lasts[q] instead of k <= q, where
-lasts[q] is the last token of q's image, or q itself outside of images. The C++ does not support these.
+The L tokens of a tree are in depth-first order, and ends[k] is the index after the last token of the subtree of token k.
+Query q attends to key k if k <= q < ends[k] and, with a window, positions[q] - positions[k] < window. If images in the tree
+attend in both directions, k <= q is replaced by k <= lasts[q], where lasts[q] is the last token of the image that contains
+q, or q itself outside images. The C++ code does not support such images.
 
-The queries may cover the last tokens only; the first query is then token L - S, a multiple of `ALIGNMENT`.
+The queries may cover only the last S tokens. The first query is then token L - S, a multiple of `ALIGNMENT`.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ from rollout.engine.kernels import cpu_library
 
 @dataclass(frozen=True)
 class Scores:
-    """The processing of products of queries and keys before the softmax."""
+    """The rules that turn products of queries and keys into the scores of the softmax."""
 
     scaling: float
     window: int | None = None
-    """Positions that a query attends to, including its own; None: all."""
+    """The number of last positions that a query attends to, including its own; None: all."""
     softcap: float | None = None
-    """softcap * tanh(score / softcap); None: none."""
+    """The cap of scores, which become softcap * tanh(score / softcap); None: no cap."""
     causal: bool = False
-    """Whether this layer is causal even within images."""
+    """Whether the layer is causal even within images."""
 
     def lasts(self, tree: Tensor) -> Tensor | None:
-        """Return the last token, int32 [L], that each token attends to. None: itself."""
+        """Return the index of the last token that each token attends to, int32 [L]. None: the token itself."""
         return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """Compute attention of every token to its ancestors and itself; differentiable.
+    """Compute the attention of the last S tokens of a tree to their ancestors and themselves; differentiable.
 
     Args:
-        query: [1, H, S, D] for the last S tokens.
-        key: [1, Hkv, L, D]; H is a multiple of Hkv.
+        query: [1, H, S, D] with H query heads of size D.
+        key: [1, Hkv, L, D] for all L tokens; H is a multiple of the number Hkv of key-value heads.
         value: [1, Hkv, L, Dv].
-        tree: int32 [1, 1, 2 or 3, L]: the index behind each token's subtree, its position, and the last token of its image.
-        scores: see `Scores`.
+        tree: int32 [1, 1, 2 or 3, L]: for each token, the index after its subtree, its position and, if images attend in
+            both directions, the last token of its image.
+        scores: rules for the scores.
 
     Returns:
         [1, S, H, Dv].
@@ -68,11 +70,11 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
 # --- plain torch ------------------------------------------------------------------------------------------------------
 
 QUERIES = 512
-"""Queries that are computed together in plain torch."""
+"""The number of queries that plain torch computes together."""
 
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """Compute `tree_attention` on any device: blocks of queries over the keys that some query of the block reads."""
+    """Compute `tree_attention` on any device, for one block of queries at a time and the keys that the block attends to."""
     ends, positions = tree[0, 0, :2].to(torch.int64)
     index = torch.arange(key.shape[2], device=query.device)
     found = scores.lasts(tree)
@@ -100,11 +102,11 @@ def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor
 
 FLEX_BLOCK = 128
 ALIGNMENT = FLEX_BLOCK
-"""The first query is at a multiple of this, at the start of a block of every kernel."""
+"""The factor that divides the index of the first query, so that the query starts a block in every kernel."""
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """Compute `tree_attention` by torch's FlexAttention, compiled on CUDA; blocks without visible pairs are skipped."""
+    """Compute `tree_attention` with torch's FlexAttention, compiled on CUDA. Blocks in which nothing attends are skipped."""
 
     def soften(score: Tensor, *_: Tensor) -> Tensor:
         assert scores.softcap is not None
@@ -124,11 +126,14 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Masks of every tree in use, by window and causality; they are made once for all layers and passes."""
+"""The masks of every tree in use, by window and causality. A mask is built once for all layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
-    """Return FlexAttention's mask of queries from token `start` on, from blocks' extremes, without an [L, L] array."""
+    """Return FlexAttention's mask for the queries from token `start` on.
+
+    It is computed from the extremes of `tree` in each block of tokens, without an [L, L] array.
+    """
     if tree not in _MASKS:
         _MASKS[tree] = {}
     known: dict[tuple[int | None, bool], BlockMask] = _MASKS[tree]
@@ -208,16 +213,17 @@ class _Attention(ctypes.Structure):
 
 
 def _strided(tensor: Tensor) -> _Strided:
-    """Return a copy [1, heads, L, width] whose rows are contiguous."""
+    """Return the C++ view of a tensor [1, heads, L, width] whose rows are contiguous."""
     return _Strided(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
 
 
 def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if its rows are not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _CpuTreeAttention(torch.autograd.Function):
-    """Autograd function that saves the inputs, the output and a log-sum-exp per row and head."""
+    """The autograd function of the C++ code. It saves the inputs, the output and a log-sum-exp per row and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:

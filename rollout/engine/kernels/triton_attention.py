@@ -1,4 +1,4 @@
-"""Paged attention of one step on CUDA: Triton kernels for decoding rows and for chunks, plain torch as fallback."""
+"""Paged attention for one step on CUDA: Triton kernels for decoding rows and for chunks, plain torch as the fallback."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
-"""Block tables have a multiple of this many columns: Triton recompiles a kernel for strides not divisible by 16."""
+"""The factor that divides the number of block table columns; Triton recompiles a kernel for strides not divisible by 16."""
 
 
 class TritonPagedAttention:
-    """Attention of one step. Its index tensors go to the device in one copy at construction.
+    """Computes the attention of one step. The constructor copies all index tensors to the device in one transfer.
 
     Args:
         paged: the kernels.
-        rows: the step's positions; leading sequences of one position each are *decoding*, the others are chunks.
-        device: device of the cache.
-        fallback: handles inputs that the kernels do not support (`serves`).
+        rows: the step's positions. The leading sequences with one position each are *decoding*; the others are chunks.
+        device: device of the KV cache.
+        fallback: attention for inputs that the kernels do not support (see `serves`).
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class TritonPagedAttention:
 
 
 def table_columns(tokens: int, block_size: int) -> int:
-    """Return the number of columns of a block table for sequences of up to `tokens` tokens."""
+    """Return the number of block table columns for sequences of up to `tokens` tokens."""
     return -(-tokens // (block_size * TABLE_STEP)) * TABLE_STEP
 
 
 def num_parts(positions: NDArray[np.int64]) -> int:
-    """Return the number of parts into which the keys of rows at these positions are cut."""
+    """Return the total number of parts into which the keys of rows at these positions are split."""
     return int((positions // decode_parts.SPLIT + 1).sum())
 
 

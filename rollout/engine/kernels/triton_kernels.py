@@ -1,7 +1,8 @@
-"""Device code of paged attention, in Triton's language: attention by chunks and by parts, `merge` and the cache write.
+"""The device code of paged attention, in Triton: attention by chunks and by parts, `merge` and the cache write.
 
-K and V are read where they are: position j of a sequence is slot j % block_size of block table[j // block_size]. Strides
-count elements. `constexpr` arguments are compiled in. `triton_paged` imports this module once Triton is needed.
+K and V are read in place: position j of a sequence is slot j % block_size of block table[j // block_size]. Strides count
+elements. Triton compiles a kernel for each combination of `constexpr` arguments. `triton_paged` imports this module only
+when Triton is needed.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ def _tile(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Attend with `rows` queries of one KV head to keys `start` to `stop` of one sequence, by online softmax.
+    """Compute the attention of `rows` queries of one KV head to keys `start` to `stop` of one sequence, by online softmax.
 
-    query + places: address of each query [D]; position: its position in the sequence, negative for a row without a query.
-    target: index of its output in out [., Dv] and, if `parted`, of its log-sum-exp in lse.
-    sunk: whether the sink of each head is one more score. scale: includes log2(e), because the hardware has exp2, not exp.
+    query + places: address of each query [D].
+    position: position of each query in the sequence, negative for a row without a query.
+    target: index of each query's output in out [., Dv] and, if `parted`, of its log-sum-exp in lse.
+    sunk: whether the softmax includes the sink of each head.
+    scale: scaling times log2(e), because the hardware has exp2 but not exp.
     """
     live = position >= 0
     visible = 0
@@ -150,7 +153,10 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Attend with up to `tokens` queries of a chunk to all keys. Grid: tiles x KV heads; surplus tiles do nothing."""
+    """Compute the attention of up to `tokens` queries of a chunk to all keys. Grid: tiles x KV heads.
+
+    Surplus tiles do nothing.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     # Find the tile's chunk by binary search: the last chunk whose tiles begin at or before this one (see
@@ -219,11 +225,10 @@ def attend_parts(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Attend to parts of the keys of decoding rows, from a list: item i is a part of row owners[i], whose first item is
-    begins[owners[i]].
+    """Compute the attention of decoding rows to the parts of their keys that a `PartList` lists. Grid: any size.
 
-    Programs take pairs of an item and a KV head in turn; the grid is any number of programs. The result of item i goes to
-    out[i, H, Dv] and lse[i, H].
+    Item i of the list is a part of row owners[i], whose first item is begins[owners[i]]. The programs divide the pairs of
+    an item and a KV head among themselves. The result of item i for H query heads goes to out[i, H, Dv] and lse[i, H].
     """
     line = tl.arange(0, rows)
     items = tl.minimum(tl.load(begins + num_owners), capacity)
@@ -263,7 +268,10 @@ def merge(
     value_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Combine the parts begins[b] to begins[b + 1] of row b and one head, in order, and its sink if `sunk`. Grid: B x H."""
+    """Combine the results of the parts of row b for one head, and add the head's sink if `sunk`. Grid: B rows x H heads.
+
+    The parts of row b are items begins[b] to begins[b + 1], in this order.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -319,7 +327,7 @@ def write(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Write K and V of one position into its slot. Grid: P."""
+    """Write K and V of one position into its slot. Grid: P positions."""
     position = tl.program_id(0).to(tl.int64)
     index = tl.load(write_index + position).to(tl.int64)
     if index < 0:

@@ -3,11 +3,11 @@
 Triton comes with torch on CUDA. `load` imports it; each kernel of `triton_kernels` is compiled when it is first launched. If
 Triton is missing, `load` warns once and plain torch is used.
 
-K and V are read in place, once for all the query heads that share them. One function does the arithmetic of both kinds of
-attention: the query heads of a group, times the tokens of a chunk, are the rows of a matrix product. The keys of a decoding
-    sequence are cut into parts (`decode_parts`), and `merge` combines the parts by their log-sum-exp. The split is
-    independent of the batch, so the bits of a row do not depend on its neighbours. Grids depend only on shapes and the host
-    never waits for the device: every method can be captured in a CUDA graph.
+K and V are read in place, once for all the query heads that share them. Decode and prefill share one function: the query
+heads of a KV head, for each token of a chunk, are the rows of a matrix product. The keys of a decoding sequence are split
+into parts (`decode_parts`), and `merge` combines the parts' results by their log-sum-exp. The split does not depend on the
+batch, so neither do the bits of a row. Grids depend only on shapes, and the host never waits for the device, so every
+method can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,15 +30,24 @@ from rollout.engine.kernels.torch_paged import Rules
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
 PROGRAMS = 32
-"""Programs of a decode launch per processor: a multiple of the number that run at a time, so that no processor waits for
-another's last program, and few enough that idle programs start cheaply."""
+"""The number of programs of a decode launch per multiprocessor.
+
+It is a multiple of the number that run at once, so no multiprocessor idles while others run a last program. It is small
+enough that starting programs without work costs little.
+"""
 _MERGED_AT_ONCE = 8
 _LOG2_E = math.log2(math.e)
 _log = logging.getLogger(__name__)
 
 
 def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return whether kernels support query [P, H, D] and caches [num_blocks, block_size, Hkv, D or Dv] of these dtypes."""
+    """Return whether the kernels support these tensors.
+
+    Args:
+        query: [P, H, D] for P positions and H query heads of size D.
+        keys: key cache [num_blocks, block_size, Hkv, D] with Hkv key-value heads.
+        values: value cache [num_blocks, block_size, Hkv, Dv].
+    """
     heads, kv_heads = query.shape[1], keys.shape[2]
     return (
         query.dtype in DTYPES
@@ -59,12 +68,12 @@ def load(device: torch.device) -> TritonPaged | None:
 
 
 class TritonPaged:
-    """The kernels and the workspace of one engine. All calls share the workspace: make them on one stream.
+    """The kernels and the workspace of one engine. All calls share the workspace, so they must use the same stream.
 
-    K and V caches are any views [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv], and queries any [P,
-    H, D], with a contiguous last dimension; block tables need contiguous rows; other index tensors are contiguous. Block
-    tables may be int32 or int64, and entries behind a row's last block are never read. Sinks are contiguous, of any
-    floating dtype, and read when a kernel runs. Sums are always float32.
+    Queries [P, H, D] and caches [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv] may be views whose
+    last dimension is contiguous. Here P counts positions, H query heads, Hkv key-value heads; D and Dv are head sizes. Block
+    tables are int32 or int64 with contiguous rows; entries after a row's last block are never read. All other index tensors
+    are contiguous. Sinks are contiguous, of any floating dtype, and read when a kernel runs. Sums are always float32.
     """
 
     def __init__(self, kernels: _Kernels) -> None:
@@ -72,15 +81,17 @@ class TritonPaged:
         self._buffers: list[Tensor] = []
 
     def with_own_workspace(self) -> TritonPaged:
-        """Return the same kernels, for calls on another stream or in graphs."""
+        """Return the same kernels with a new workspace, for calls on another stream or in graphs."""
         return TritonPaged(self._kernels)
 
     def write(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, write_index: Tensor) -> None:
-        """Scatter K and V into their slots, in the dtype of the cache.
+        """Write K and V into their slots, in the dtype of the cache.
 
         Args:
-            key, value: [P, Hkv, D], [P, Hkv, Dv], in any floating dtype.
-            write_index: [P] int32 or int64 slot mapping, block * block_size + offset, all different; negative: not written.
+            key: [P, Hkv, D], in any floating dtype.
+            value: [P, Hkv, Dv], in any floating dtype.
+            write_index: slot mapping, int32 or int64 [P]: block * block_size + offset, all different. A position with a
+                negative entry is not written.
         """
         # Make the last dimension contiguous: the kernels assume that its stride is 1.
         key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (key, value))
@@ -105,12 +116,12 @@ class TritonPaged:
         parts: DecodeParts,
         **rules: Unpack[Rules],
     ) -> Tensor:
-        """Compute attention of one query per sequence.
+        """Compute the attention of one query position in each of B sequences.
 
         Args:
             query: [B, H, D].
-            table: [B, width], block ids.
-            parts: parts of the keys of each row, made once for all layers; nothing is read for a padding row.
+            table: block ids, [B, width].
+            parts: the parts of each row's keys, computed once for all layers. Nothing is read for a padding row.
 
         Returns:
             [B, H, Dv] in the dtype of the query; zeros in padding rows.
@@ -147,18 +158,19 @@ class TritonPaged:
         starts: Tensor,
         **rules: Unpack[Rules],
     ) -> Tensor:
-        """Compute attention of chunks of several sequences, whose own K and V are already in the cache.
+        """Compute the attention of one chunk in each of R sequences. The K and V of the chunks are already in the cache.
 
-        The grid is P // tokens + R, an upper bound on the tiles of `tokens` queries in R chunks with P queries in total. Row
-        r's tiles begin at begins[r] // tokens + r, so a program finds its row by a search in `begins`, and surplus programs
-        return at once. An exact map made on the host would need a copy to the device per step, and a captured graph has
-        fixed shapes.
+        The grid has P // tokens + R programs per KV head: an upper bound on the number of tiles of `tokens` queries in R
+        chunks with P queries in total. The tiles of row r start at program begins[r] // tokens + r. Each program therefore
+        finds its row by a search in `begins`; surplus programs return at once. An exact map from the host would cost a copy
+        per step, and would not fit the fixed shapes of a captured graph.
 
         Args:
             query: [P, H, D], the chunks packed one after the other.
-            table: [R, width], block ids.
-            begins: [R + 1] int32 or int64, offset of each chunk in `query`; empty chunks are padding.
-            starts: [R] int32 or int64, position of each chunk's first query in its sequence.
+            table: block ids, [R, width].
+            begins: index of each chunk's first query, followed by the end of the last chunk, int32 or int64 [R + 1]. Empty
+                chunks are padding.
+            starts: position of each chunk's first query in its sequence, int32 or int64 [R].
 
         Returns:
             [P, H, Dv] in the dtype of the query; rows from begins[-1] on are undefined.
@@ -241,7 +253,7 @@ class _Kernels:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """Return the maximum number of programs of a decode launch. The interpreter runs them one after the other."""
+    """Return the maximum number of programs of a decode launch: few in Triton's interpreter, which runs them in turn."""
     if device.type != "cuda":
         return 3
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -272,24 +284,25 @@ def _kernels(device: torch.device) -> _Kernels | None:
 @dataclass(frozen=True)
 class _Plan:
     rows: int
-    """Query rows of the matrix product: tokens (or samples) times query heads per KV head."""
+    """The number of query rows in the matrix product: tokens times query heads per KV head."""
     span: int
-    """Keys per iteration of the loop; divides SPLIT."""
+    """The number of keys per iteration of the loop, a divisor of `SPLIT`."""
     warps: int
     stages: int
-    """The depth of the compiler's software pipeline over the iterations."""
+    """The depth of the compiler's software pipeline over the loop's iterations."""
 
 
 def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
-    """Return tile sizes by head dimension. Auto-tuning instead would cost start-up time and repeatability.
+    """Return the tile sizes for a head size. Auto-tuning them would make start-up slower and results less repeatable.
 
-    An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and the K and V of an
-    iteration, 2 x 64 x 128 x 2 B = 32 KB at dim 128 in 16 bits. Decoding with 120 registers in each of 128 threads leaves
-    room for four programs, enough concurrent loads to hide the memory latency. Prefill needs few rows of K per row of Q
-    instead: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. At three stages the block ids are
-    prefetched too. Float32 runs without tensor cores (TF32 is not float32), from registers that hold K and V too: half as
-    many for the sums, or they spill to memory (7 KB per thread at dim 256 in 4 warps). Beyond 256 the tiles take less than
-    99 KB, which smaller devices have.
+    An H200 multiprocessor has 228 KB of shared memory and 65,536 registers. Shared memory holds Q and one iteration's K and
+    V: 2 x 64 x 128 x 2 B = 32 KB for a head size of 128 in 16 bits.
+    - Decode: 128 threads with 120 registers each leave room for four programs, whose loads hide the memory latency.
+    - Prefill reuses K for many rows of Q: 128 rows over 8 warps, with 64 registers per thread for the float32 sums. Three
+      pipeline stages also prefetch the block ids.
+    - Float32 runs without tensor cores (TF32 is not float32), and its K and V take registers too. Tiles are therefore
+      smaller; otherwise the sums spill to memory (7 KB per thread at a head size of 256 in 4 warps).
+    - Above a head size of 256, tiles take less than 99 KB, which smaller devices also have.
     """
     whole = dtype.itemsize == 4
     width, heads = power_of_two(dim), power_of_two(group)
@@ -308,7 +321,7 @@ def _plan(mode: str, group: int, dim: int, dtype: torch.dtype) -> _Plan:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context manager that makes `tensor`'s device current; Triton launches there."""
+    """Return a context manager that makes the tensor's device current, because Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 

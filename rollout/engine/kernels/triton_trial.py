@@ -1,7 +1,8 @@
-"""Trial run of the Triton kernels in the dtype and head sizes of a model, compared with plain torch.
+"""A trial run of the Triton kernels with a model's dtype and head sizes, compared with plain torch.
 
-A kernel is compiled when it is first launched, for one dtype and shape: shared memory may be too small for it, or the
-compiler may not know the dtype on this device. If the trial fails, plain torch is used; in a step, requests would fail.
+A kernel is compiled for one dtype and shape when it is first launched. Compilation may fail because shared memory is too
+small, or because the compiler does not support the dtype on this device. If the trial fails, the engine uses plain torch.
+Without the trial, the failure would occur in a step and fail its requests.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from rollout.engine.kernels.triton_attention import TritonPagedAttention
 from rollout.engine.kernels.triton_paged import TritonPaged
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""The maximum difference, for values of a normal distribution."""
+"""The maximum difference from plain torch, for inputs drawn from a standard normal distribution."""
 _CHUNK = 5
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Head counts and sizes that the kernels are compiled for."""
+    """The head counts and head sizes that the kernels are compiled for."""
 
     heads: int
     kv_heads: int
@@ -39,7 +40,7 @@ class Heads:
 def tried_out(
     paged: TritonPaged, kinds: Iterable[Heads], dtype: torch.dtype, block_size: int, device: torch.device
 ) -> TritonPaged | None:
-    """Return the kernels if they work for all `kinds`; else None, and a warning gives the reason."""
+    """Return the kernels if they work for all head shapes in `kinds`; otherwise log a warning and return None."""
     for heads in kinds:
         try:
             error = _error(paged, heads, dtype, block_size, device)
@@ -58,7 +59,7 @@ def tried_out(
 
 
 def _error(paged: TritonPaged, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> float:
-    """Return the largest error in a step of a decoding row and a chunk, whose sequences have several parts of keys."""
+    """Return the largest error in a step with one decoding row and one chunk, both with several parts of keys."""
     tokens, generator = SPLIT + 9, torch.Generator().manual_seed(0)
     width = -(-tokens // block_size)
     tables = np.arange(2 * width).reshape(2, width)

@@ -1,1 +1,1 @@
-"""KV cache tensors, their transfer to the host, and reusable buffers."""
+"""KV cache tensors, their transfer to and from the host, and reusable buffers."""

@@ -1,7 +1,7 @@
-"""Device memory of the KV pool, returned to the driver and allocated again at fixed addresses.
+"""Returns the KV pool's device memory to the driver, and allocates it again at the same addresses.
 
-If memory only returned to torch's allocator, the trainer's tensors (Adam's states, made at the first step) would pin parts
-of it, and the whole pool could not be restored. An `Arena` keeps addresses and maps memory to them.
+If the memory were only returned to torch's allocator, tensors of the trainer (such as Adam's states, created at the first
+step) would occupy parts of it, and the whole pool could not be restored. An `Arena` keeps addresses and maps memory to them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.engine.memory.streams import wait_for_steps
 _log = logging.getLogger(__name__)
 _OUT_OF_MEMORY = 2
 _SUPPORTED = 102
-"""The driver's CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
+"""The driver's constant CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
@@ -52,18 +52,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class CudaVirtualMemory:
-    """Physical memory of a CUDA device, and addresses that it can be mapped to, by ctypes on the driver.
+    """Reserves addresses on a CUDA device and maps physical memory to them, through ctypes calls of the driver.
 
     Args:
-        library: libcuda, or a stand-in for it.
+        library: the driver library; None: libcuda. Tests pass a stand-in.
 
     Attributes:
-        granularity: bytes; sizes and addresses of mappings are multiples of it.
-        device: device of a tensor at the addresses.
+        granularity: number of bytes that divides the sizes and addresses of all mappings.
+        device: device, with its index, of tensors at the addresses.
 
     Raises:
         OSError, AttributeError: there is no libcuda, or it has no virtual memory calls.
-        RuntimeError: the device does not support them.
+        RuntimeError: the device does not support virtual memory management.
     """
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
@@ -84,13 +84,13 @@ class CudaVirtualMemory:
         self.granularity = granularity.value
 
     def reserve(self, size: int) -> int:
-        """Reserve `size` bytes of addresses, without memory behind them; returns the first."""
+        """Reserve `size` bytes of addresses without mapping memory to them. Return the first address."""
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
         return address.value
 
     def map(self, address: int, size: int) -> int:
-        """Map new physical memory of `size` bytes to `address`; returns its handle.
+        """Map `size` bytes of new physical memory to `address`. Return the handle of the memory.
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory; nothing has changed.
@@ -110,20 +110,20 @@ class CudaVirtualMemory:
         return handle.value
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        """Unmap `address` and return its physical memory to the device."""
+        """Unmap `address` and return the physical memory to the device."""
         self._call("cuMemUnmap", address, size)
         self._call("cuMemRelease", handle)
 
     def free(self, address: int, size: int) -> None:
-        """Release reserved addresses, none of which may be mapped."""
+        """Release reserved addresses. None of them may be mapped."""
         self._call("cuMemAddressFree", address, size)
 
     def settle(self) -> None:
-        """Wait for queued work that may use mapped memory; this also makes the device's context current."""
+        """Wait for queued work that may use mapped memory. This also creates the device's context if there is none."""
         wait_for_steps(self.device)
 
     def reclaim(self) -> None:
-        """Let torch return unused memory to the device."""
+        """Make torch return its unused cached memory to the device."""
         torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -139,10 +139,10 @@ class CudaVirtualMemory:
 
 
 class Arena:
-    """Device memory with one user at a time, in ranges of fixed addresses.
+    """Device memory for one list of tensors at a time, in ranges of addresses that stay reserved.
 
-    Always true: mapped memory is a prefix of each range, and belongs to the last returned tensors, which must not be used
-    after `release`.
+    Always true: memory is mapped to the start of each range, and belongs to the tensors that `allocate` returned last. These
+    must not be used after `release`.
     """
 
     def __init__(self, memory: CudaVirtualMemory) -> None:
@@ -153,10 +153,10 @@ class Arena:
         weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Allocate zeros of each of these sizes, at the addresses of the previous tensor unless the new one is larger.
+        """Allocate one tensor of zeros per size, in elements. A tensor keeps its address unless it outgrows its range.
 
         Raises:
-            torch.OutOfMemoryError: the device lacks the memory; nothing is mapped.
+            torch.OutOfMemoryError: the device lacks the memory; no memory is mapped.
         """
         self.release()
         self._memory.settle()
@@ -183,10 +183,10 @@ def _free_all(memory: CudaVirtualMemory, ranges: list[_Range]) -> None:
 
 
 class _Range:
-    """A range of reserved addresses, with memory mapped to its start.
+    """A range of reserved addresses, the first `mapped` bytes of which are backed by memory.
 
     Attributes:
-        mapped: bytes that are mapped.
+        mapped: number of bytes backed by memory, from the start of the range.
     """
 
     def __init__(self, memory: CudaVirtualMemory) -> None:
@@ -194,7 +194,7 @@ class _Range:
         self._address = self._reserved = self.mapped = self._handle = 0
 
     def map(self, used: int) -> Tensor:
-        """Map memory to the range and return its first [used] bytes; no address of it may be mapped yet."""
+        """Map memory to the start of the range, and return its first `used` bytes as a tensor. Nothing may be mapped yet."""
         unit = self._memory.granularity
         size = -(-max(used, 1) // unit) * unit
         if size > self._reserved:
@@ -209,13 +209,13 @@ class _Range:
         return tensor_at(self._address, used, self._memory.device)
 
     def unmap(self) -> None:
-        """Return the memory; it must not be in use."""
+        """Return the mapped memory, which must not be in use, to the device."""
         if self.mapped:
             self._memory.unmap(self._address, self.mapped, self._handle)
             self.mapped = 0
 
     def free(self) -> None:
-        """Release the range's addresses, after its memory."""
+        """Release the range's memory, then its addresses."""
         self.unmap()
         if self._reserved:
             self._memory.free(self._address, self._reserved)
@@ -223,7 +223,7 @@ class _Range:
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
-    """Return a uint8 tensor [size] at an address of `device`; the tensor does not own the memory."""
+    """Return a uint8 tensor of `size` bytes at a memory address of `device`. The tensor does not own the memory."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
     # Leave inference mode: a tensor created in it could not be written outside it.
     with torch.inference_mode(False):
@@ -231,7 +231,10 @@ def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
 
 
 def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
-    """Return memory for a pool on `device`, from torch's allocator if `virtual` is False or the driver lacks the calls."""
+    """Return the memory functions for a pool on `device`.
+
+    Memory comes from torch's allocator if `virtual` is False or if the driver does not support virtual memory calls.
+    """
     if device.type != "cuda":
         return PoolMemory()
     if virtual and torch.version.cuda is not None:

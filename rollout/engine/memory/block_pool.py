@@ -1,7 +1,7 @@
-"""Memory of equal blocks on a device, and host memory next to it.
+"""A pool of equal blocks in device memory, with host memory to which blocks can be moved.
 
-The layout is part-major: the blocks of one part (K of one layer, a state of one layer) are contiguous, because gathering
-contiguous rows is many times faster than strided ones (13 times, for 8 kB rows on a CPU).
+A block has several parts, such as K of one layer or a recurrent state of one layer. The blocks of one part are contiguous,
+because gathering contiguous rows is many times faster than gathering strided rows (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from rollout.engine.memory.buffers import upload
 from rollout.engine.memory.host_blocks import HostBlocks
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
-"""A function that makes a flat device tensor of each given size; raises `torch.OutOfMemoryError` when it cannot."""
+"""A function that allocates one flat device tensor per given number of elements, or raises `torch.OutOfMemoryError`."""
 
 
 def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Allocate zeros of each size. A masked position has weight 0, and 0 x NaN from uninitialised memory would be NaN.
+    """Allocate one tensor of zeros per size, in elements.
 
-    On a CPU the pages are only mapped when first written.
+    Uninitialised memory may hold NaN, and a masked position, which has weight 0, would contribute 0 x NaN = NaN. On a CPU a
+    page takes memory only once it is written.
     """
     numel = sum(sizes)
     if device.type == "cpu" and numel:
@@ -41,19 +42,19 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Functions that allocate and return one pool's device memory."""
+    """The functions that allocate and release one pool's device memory."""
 
     allocate: Allocate = zeros
     release: Callable[[], object] = _nothing
-    """The function to call after the tensors were dropped."""
+    """The function to call after the pool has dropped its tensors."""
 
 
 class BlockPool:
-    """`num_blocks` blocks of several parts, or none on the device after `drop` or `save`.
+    """A pool of `num_blocks` blocks with several parts each. After `drop` or `save` it has no device memory.
 
     Args:
-        widths: elements of one block in each part.
-        memory: makes the parts.
+        widths: number of elements of one block in each part.
+        memory: allocates and releases the device memory.
     """
 
     def __init__(
@@ -77,34 +78,34 @@ class BlockPool:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all parts."""
+        """The size of one block in bytes, over all parts."""
         return sum(self._widths) * self.dtype.itemsize
 
     @property
     def device_bytes(self) -> int:
-        """Bytes held on the device now."""
+        """The device memory that the pool currently takes, in bytes."""
         return self.num_blocks * self.block_bytes if self._held else 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: the pool's copy, kept for the next suspend, and the slots for evicted blocks."""
+        """The host memory in bytes: the buffer for saved blocks, which the next suspend reuses, and the host slots."""
         return self._host.nbytes + self._tier.nbytes
 
     @property
     def host_slots(self) -> int:
-        """Slots on the host for single blocks (`keep_host_blocks`)."""
+        """The number of slots on the host for single blocks; see `keep_host_blocks`."""
         return self._tier.num_slots
 
     @property
     def on_device(self) -> bool:
-        """Whether the pool can be read and written."""
+        """Whether the pool has device memory, and can be read and written."""
         return self._held
 
     def materialize(self, num_blocks: int) -> None:
-        """Allocate device memory for `num_blocks` blocks, content undefined, after `drop` or `save`.
+        """Allocate device memory for `num_blocks` blocks with undefined content, after `drop` or `save`.
 
         Raises:
-            torch.OutOfMemoryError: not enough device memory; nothing has changed.
+            torch.OutOfMemoryError: the device lacks the memory; nothing has changed.
         """
         sizes = [num_blocks * width for width in self._widths]
         # Allocate empty tensors for a model without attention layers, whose blocks hold nothing.
@@ -113,7 +114,7 @@ class BlockPool:
         self.num_blocks, self._held = num_blocks, True
 
     def drop(self) -> int:
-        """Free the device memory, losing its content; returns the bytes freed."""
+        """Free the device memory and lose its content. Return the number of bytes freed."""
         freed = self.device_bytes
         self._parts, self._held = [], False
         self._release()
@@ -128,7 +129,7 @@ class BlockPool:
         self._tier.grow(num_blocks, num_blocks)
 
     def release_host_blocks(self) -> None:
-        """Free the slots on the host and their content; call `drop` first."""
+        """Free the host slots and lose their content. Call `drop` first."""
         self._tier = self._host_blocks()
 
     def _host_blocks(self) -> HostBlocks:
@@ -137,9 +138,9 @@ class BlockPool:
         return HostBlocks(self._widths, self.dtype, pinned=cuda, stage=stage)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block `source` to block `destination` for each pair, in this order; `~s` is slot s on the host.
+        """Copy a block for each pair (source, destination), in this order. A negative number ~s is slot s on the host.
 
-        Consecutive pairs within the device are all read before any is written.
+        In a run of consecutive pairs between device blocks, all sources are read before any destination is written.
         """
         for (from_host, to_host), run in groupby(pairs, lambda pair: (pair[0] < 0, pair[1] < 0)):
             # Keep only the last write to each block.
@@ -164,7 +165,7 @@ class BlockPool:
     # --- suspend and resume -------------------------------------------------------------------------------------
 
     def save(self, blocks: NDArray[np.int32]) -> int:
-        """Copy `blocks` to the host and free the device memory; returns the bytes copied.
+        """Copy `blocks` to the host and free the device memory. Return the number of bytes copied.
 
         Raises:
             HostMemoryError: the host lacks the memory; nothing has changed.
@@ -179,11 +180,11 @@ class BlockPool:
         return len(blocks) * self.block_bytes
 
     def restore(self, blocks: NDArray[np.int32] | None, mapping: NDArray[np.int32] | None = None) -> int:
-        """Copy the saved blocks into the (materialised) pool; returns the bytes copied.
+        """Copy the saved blocks back into the pool, after `materialize`. Return the number of bytes copied.
 
         Args:
-            blocks: ids to restore, a subset of the saved ones; None: all that `mapping` keeps.
-            mapping: [old num_blocks] new id of each old block, negative for dropped ones; None: ids are unchanged.
+            blocks: old ids of the saved blocks to restore; None: all that `mapping` keeps.
+            mapping: new id of each old block, negative for a block to drop; None: ids do not change.
         """
         if self._saved is None:
             raise RuntimeError("restore() without save(): nothing was copied to the host")

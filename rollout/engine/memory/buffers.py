@@ -1,4 +1,4 @@
-"""Buffers reused across steps, copies of small arrays to and from a device, and modes and errors of its memory."""
+"""Buffers reused across steps, copies of small arrays to and from a device, and helpers for modes and memory errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 128
-"""Vocabulary entries per block of the two-level search in a draw: first the block, then the token."""
+"""The number of vocabulary entries per block. A draw searches on two levels: first the block, then the token in it."""
 ALIGNMENT = 64
-"""Alignment of packed arrays, in bytes. Triton compiles a second kernel for addresses that are not a multiple of 16."""
+"""The alignment of packed arrays, in bytes. Triton compiles a second kernel for addresses that are no multiple of 16."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
 
 
 def lacks_device_memory(exc: BaseException) -> bool:
-    """Return whether an operation failed because the device has no memory left, so that it may succeed with more.
+    """Return whether an operation failed for lack of device memory, so that it may succeed once memory is free.
 
-    Torch's allocator raises `torch.OutOfMemoryError`; the driver (when a graph is instantiated or a kernel loaded), cuBLAS
-    and Triton raise a RuntimeError whose message says so.
+    Torch's allocator raises `torch.OutOfMemoryError`. The driver (when it instantiates a graph or loads a kernel), cuBLAS
+    and Triton raise a RuntimeError that only the message tells apart.
     """
     if isinstance(exc, torch.OutOfMemoryError):
         return True
@@ -33,7 +33,7 @@ def lacks_device_memory(exc: BaseException) -> bool:
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Leave inference mode: tensors created inside can be trained and changed in place later."""
+    """Leave inference mode inside the block, so that tensors created there can later be trained and changed in place."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -42,21 +42,24 @@ def plain_tensors() -> Iterator[None]:
 
 
 class Scratch:
-    """Named buffers reused across steps, for one thread.
+    """Named buffers that one thread reuses across steps.
 
-    On a CPU, freshly mapped memory costs several times the arithmetic done in it. On other devices the caching allocator
-    reuses memory, and every call returns a new tensor.
+    On a CPU, freshly mapped memory costs several times as much as the arithmetic on it. On other devices every call returns
+    a new tensor, because the caching allocator reuses memory.
     """
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised tensor [R, V] like `scores`. Reuses the buffer of this name, which has one dtype."""
+        """Return an uninitialised tensor with the shape [R, V] of `scores`, in the buffer of this name.
+
+        All calls with the same name must use the same dtype.
+        """
         return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
 
     def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return [R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised except for the padding past V."""
+        """Return a tensor [R, ceil(V / BLOCK), BLOCK] for scores [R, V], uninitialised except for the padding after V."""
         count, vocabulary = scores.shape
         blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
         blocks.flatten(1)[:, vocabulary:] = padding
@@ -74,18 +77,18 @@ class Scratch:
 
 
 def staged(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Return `array` as a tensor that can be copied to `device` asynchronously (pinned for CUDA)."""
+    """Return an array as a host tensor that can be copied to `device` asynchronously (pinned for CUDA)."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Return `array` as a tensor on `device`, copied asynchronously."""
+    """Return an array as a tensor on `device`, copied asynchronously."""
     return staged(array, device).to(device, non_blocking=True)
 
 
 def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Return each of `arrays` (one dtype) as a tensor on `device`, by a single asynchronous copy."""
+    """Return several arrays of one dtype as tensors on `device`, with a single asynchronous copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     flat, begins = packed(arrays)
@@ -94,7 +97,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Copy integers [R], below 2^31, and float32 numbers [R] to arrays on the host, which waits for a single copy."""
+    """Copy R integers below 2^31 and R float32 numbers to arrays on the host, which waits for a single copy."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()
@@ -102,7 +105,11 @@ def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], N
 
 
 def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], list[int]]:
-    """Concatenate `arrays` of one dtype into a flat one; also returns each start, a multiple of `ALIGNMENT` bytes."""
+    """Concatenate arrays of one dtype into a flat array, each at a multiple of `ALIGNMENT` bytes.
+
+    Returns:
+        The flat array, and the index of the first element of each array in it.
+    """
     unit = ALIGNMENT // arrays[0].itemsize
     ends = np.cumsum([-(-array.size // unit) * unit for array in arrays]).tolist()
     flat = np.zeros(ends[-1], arrays[0].dtype)

@@ -1,8 +1,8 @@
-"""Host memory for blocks that leave the device: all of them in a suspend, or blocks that the prefix cache evicts.
+"""Host memory for blocks that leave the device: live blocks during a suspend, and blocks that the prefix cache evicts.
 
-A slot holds all parts of one block. On CUDA a staging buffer gathers many blocks on the device, and adjacent slots are one
-transfer: copies of many megabytes reach the bandwidth of the bus, copies of single blocks do not. All copies are queued on
-the caller's stream, so later work of that stream may overwrite what they read.
+A slot holds all parts of one block. On CUDA, blocks are gathered in a staging buffer on the device, and adjacent slots are
+copied in one transfer. Copies of many megabytes reach the bandwidth of the bus; copies of single blocks do not. All copies
+are queued on the caller's stream, so later work on this stream may overwrite the memory that they read.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CHUNK_BYTES = 2**30
-"""Size of a pinned chunk. Torch rounds pinned memory up to a power of two and keeps outgrown buffers, so a pool in one piece
-would take up to four times its size."""
+"""The size of a chunk of pinned memory, in bytes.
+
+Torch rounds pinned memory up to a power of two and keeps buffers that have been replaced by larger ones. A pool in a single
+buffer would therefore take up to four times its size.
+"""
 STAGING_BYTES = 64 * 2**20
-"""The size of a staging buffer. Its copy takes milliseconds, starting it takes microseconds."""
+"""The size of a staging buffer, in bytes. Copying it takes milliseconds; starting the copy takes microseconds."""
 
 Slots = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class HostMemoryError(MemoryError):
-    """The host lacks the (pinned) memory."""
+    """Raised if the host lacks the memory, which must be pinned for CUDA."""
 
 
 class HostBlocks:
-    """Slots of host memory, each with room for one block of a pool. Their number never falls.
+    """Slots of host memory, each with room for one block of a pool. The number of slots never falls.
 
     Args:
-        widths: elements of one block in each part.
+        widths: number of elements of one block in each part.
         pinned: whether to pin the memory, for asynchronous copies to and from a CUDA device.
-        stage: allocates a flat tensor of n elements on the device; raises `torch.OutOfMemoryError` when it cannot. None:
-            blocks are in host memory too, and copied without a staging buffer.
-        limit: bytes of a staging buffer, at least those of one block.
+        stage: function that allocates a flat device tensor with the given number of elements, or raises
+            `torch.OutOfMemoryError`; None: the pool is also in host memory, and no staging buffer is needed.
+        limit: maximum size of a staging buffer, in bytes; it always has room for one block.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class HostBlocks:
         self._stage = stage
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
-        """Pieces of the host memory, each [slots, width]."""
+        """The chunks of host memory, each [slots, width]."""
 
     @property
     def num_slots(self) -> int:
@@ -66,14 +69,14 @@ class HostBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """The size of the host memory, in bytes."""
         return sum(each.nbytes for each in self._chunks)
 
     def grow(self, num_slots: int, most: int) -> None:
         """Grow to at least `num_slots` slots.
 
         Args:
-            most: maximum that will ever be needed.
+            most: maximum number of slots that will ever be needed.
 
         Raises:
             HostMemoryError: the host lacks the memory.
@@ -99,11 +102,12 @@ class HostBlocks:
             self._chunks.append(torch.empty(shape, dtype=self._dtype, device="cpu", pin_memory=self._pinned))
 
     def offload(self, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
-        """Copy blocks of the device to distinct slots.
+        """Copy blocks from the device into slots.
 
         Args:
-            parts: [number of blocks, width] each.
-            blocks: [n] int64, on the device.
+            parts: the parts of the pool, each [number of blocks, width].
+            blocks: ids of the blocks, int64 on the device.
+            slots: the slot for each block, all different.
         """
         for some, views, rows in self._staged(blocks, slots):
             for part, columns in zip(parts, rows.split_with_sizes(self._widths, 1), strict=True):
@@ -112,7 +116,7 @@ class HostBlocks:
                 view.copy_(staged, non_blocking=True)
 
     def load(self, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
-        """Copy slots to distinct blocks of the device; arguments as in `offload`."""
+        """Copy slots into blocks on the device, all different. The arguments are as in `offload`."""
         for some, views, rows in self._staged(blocks, slots):
             for view, staged in _transfers(views, rows):
                 staged.copy_(view, non_blocking=True)
@@ -120,15 +124,17 @@ class HostBlocks:
                 part.index_copy_(0, some, columns)
 
     def read(self, slots: Slots, part: int) -> Tensor:
-        """Copy [n, width] of one part in these slots."""
+        """Return a copy of one part of the blocks in these slots, [number of slots, width]."""
         begin = sum(self._widths[:part])
         empty = torch.empty(0, self._widths[part], dtype=self._dtype, device="cpu")
         return torch.cat([empty, *(rows[:, begin : begin + self._widths[part]] for rows in self._views(slots))])
 
     def _staged(self, blocks: Tensor, slots: Slots) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-        """Yield blocks, views of their slots and rows [n, width] to gather them in, as many at a time as a buffer holds.
+        """Yield as many blocks at a time as fit into a staging buffer.
 
-        Without a staging buffer the rows are the slots themselves, and there are no views to copy.
+        Yields:
+            The ids of n blocks, the views of their slots, and the rows [n, width] of the buffer. Without a staging buffer
+            the rows are the slots themselves, and the list of views is empty.
         """
         if self._stage is None:
             views = self._views(slots)
@@ -150,7 +156,7 @@ class HostBlocks:
             begin = end
 
     def _views(self, slots: Slots) -> list[Tensor]:
-        """Return views [n, width] of the host memory, in the order of `slots`; adjacent slots are one view."""
+        """Return views [number of slots, width] of the host memory, in the order of `slots`; adjacent slots share a view."""
         wanted = np.asarray(slots, np.int64)
         if not len(wanted):
             return []
@@ -165,5 +171,5 @@ class HostBlocks:
 
 
 def _transfers(views: list[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each view of the host memory with its rows of the staging buffer."""
+    """Yield each view of the host memory with the rows of the staging buffer that belong to the view."""
     return zip(views, rows.split_with_sizes([len(each) for each in views]) if views else (), strict=True)

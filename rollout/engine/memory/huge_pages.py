@@ -1,7 +1,8 @@
-"""Huge pages under the parameters of a model on a CPU: a decode step reads all of them, mostly waiting for page tables.
+"""Puts the parameters of a model on a CPU on huge pages.
 
-Linux 6.1 and later collapse pages of 4 KiB into one of 2 MiB in place (`MADV_COLLAPSE`, madvise(2)); addresses and content
-stay. Without it, or if transparent huge pages are turned off, nothing happens.
+A decode step reads all parameters, and with small pages it mostly waits for the page tables. Linux 6.1 and later can
+collapse pages of 4 KiB into one of 2 MiB in place (`MADV_COLLAPSE`, madvise(2)); addresses and content do not change. On
+other systems, or if transparent huge pages are turned off, nothing happens.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 LEAST_BYTES = 16 << 20
-"""The minimum size of the parameters: smaller models nearly fit into the caches."""
+"""The minimum total size of the parameters in bytes; smaller models nearly fit into the processor's caches."""
 _MADV_COLLAPSE = 25
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
 
 Advise = Callable[[int, int], bool]
-"""A function that collapses [address, address + bytes) and returns whether it succeeded."""
+"""A function of (address, number of bytes) that collapses this memory and returns whether it succeeded."""
 
 
 def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
-    """Put the memory of CPU tensors on huge pages, as far as the system can; returns how many bytes are on them.
+    """Put the memory of CPU tensors on huge pages, as far as the system can.
 
-    Takes about 1.5 s per GB if the pages are small, else microseconds.
+    This takes about 1.5 s per GB, or microseconds if the memory is already on huge pages.
 
     Args:
-        tensors: parameters; other devices' are ignored.
-        advise: how to collapse; None: by madvise, if the system has it.
+        tensors: parameters; tensors on other devices are ignored.
+        advise: function that collapses memory; None: madvise, if the system supports it.
+
+    Returns:
+        The number of bytes that are now on huge pages.
     """
     if advise is None and (advise := _madvise()) is None:
         return 0

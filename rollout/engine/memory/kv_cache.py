@@ -1,4 +1,4 @@
-"""Paged KV cache: a pool whose blocks hold K and V of some token slots for every layer.
+"""The paged KV cache: a pool whose blocks each hold K and V of `block_size` tokens for every layer.
 
 Recorded expert routes are one more part of every block, so they are copied, saved and shared with the block.
 """
@@ -21,7 +21,7 @@ from rollout.engine.memory.buffers import upload
 
 @dataclass(frozen=True)
 class LayerShape:
-    """KV shape per token of one attention layer."""
+    """The shape of one attention layer's K and V per token."""
 
     num_kv_heads: int
     head_dim: int
@@ -30,7 +30,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Experts chosen per token by a mixture of experts."""
+    """The shape of the expert choices that a mixture of experts makes per token."""
 
     num_layers: int
     """The number of layers with a router."""
@@ -39,25 +39,26 @@ class RouteShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """uint8 if it holds every expert's index, else int16."""
+        """The dtype of stored expert indices: uint8 if it can hold every index, else int16."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Return bytes per block of `block_size` tokens, a multiple of the size of the cache's `dtype`."""
+        """Return the number of bytes per block of `block_size` tokens, rounded up to a multiple of the size of `dtype`."""
         used = block_size * self.num_layers * self.top_k * self.dtype.itemsize
         return -(-used // dtype.itemsize) * dtype.itemsize
 
 
 class KVCache(BlockPool):
-    """`num_blocks` blocks of `block_size` token slots for every layer, or none on the device after `drop` or `save`.
+    """A pool of `num_blocks` blocks of `block_size` token slots. After `drop` or `save` it has no device memory.
 
     Args:
-        layers: KV shape per attention layer.
+        layers: shape of K and V of each attention layer.
+        dtype: dtype of K and V.
         memory: see `BlockPool`.
-        routes: shape of the expert routes kept next to K and V; None: no routes.
+        routes: shape of the expert routes stored next to K and V; None: no routes are stored.
 
     Attributes:
-        addresses: addresses of K and V of each layer, K first, fixed in captured graphs; empty without a pool.
+        addresses: addresses of K and V of each layer, K first, which captured graphs contain; empty without device memory.
     """
 
     def __init__(
@@ -83,13 +84,16 @@ class KVCache(BlockPool):
 
     @property
     def route_device_bytes(self) -> int:
-        """Bytes of expert routes on the device now."""
+        """The device memory that expert routes currently take, in bytes."""
         if self.routes is None or not self.on_device:
             return 0
         return self.num_blocks * self.routes.block_bytes(self.block_size, self.dtype)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's K [num_blocks, block_size, Hkv, D] and V [num_blocks, block_size, Hkv, Dv], contiguous."""
+        """Return the K and V of a layer, both contiguous.
+
+        Their shapes are [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv] for Hkv key-value heads.
+        """
         return self._layers[index]
 
     def materialize(self, num_blocks: int) -> None:
@@ -106,14 +110,25 @@ class KVCache(BlockPool):
         return super().drop()
 
     def write_routes(self, slots: Tensor, layer: int, experts: Tensor) -> None:
-        """Store the chosen experts [P, k] of one router for the token slots [P] int64 (block * block_size + offset)."""
+        """Store the experts that one router has chosen.
+
+        Args:
+            slots: token slot of each of P positions, block * block_size + offset, int64 [P].
+            layer: index of the router among the layers with a router.
+            experts: the k experts chosen at each position, [P, k].
+        """
         routes = self._routes(self._parts[-1])
         routes[slots // self.block_size, slots % self.block_size, layer] = experts.to(routes.dtype)
 
     def read_routes(self, blocks: NDArray[np.int32], start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return routes [stop - start, layers, k] of positions `start` … `stop` - 1 of the sequence that holds `blocks`.
+        """Return the routes of positions `start` to `stop` - 1 of a sequence, as integers [stop - start, layers, k].
 
-        Between `save` and `restore` they are read from the host.
+        Between `save` and `restore` the routes are read from the host.
+
+        Args:
+            blocks: block ids of the sequence, in order.
+            start: first position.
+            stop: position after the last.
         """
         assert self.routes is not None
         low, high = start // self.block_size, -(-stop // self.block_size)
@@ -129,13 +144,13 @@ class KVCache(BlockPool):
         return read
 
     def _routes(self, part: Tensor) -> Tensor:
-        """Return the routes as [blocks, block_size, layers, k]."""
+        """Return a view [blocks, block_size, layers, k] of the part of the pool that holds the routes."""
         assert self.routes is not None
         shape = (self.block_size, self.routes.num_layers, self.routes.top_k)
         return part.view(self.routes.dtype)[:, : math.prod(shape)].view(-1, *shape)
 
     def zero_slots(self, slots: NDArray[np.int64]) -> None:
-        """Fill token slots (block * block_size + offset) with zeros."""
+        """Fill the K and V of token slots (block * block_size + offset) with zeros."""
         index = upload(slots, self.device)
         for part in self._parts[: self._num_parts]:
             part.view(self.num_blocks * self.block_size, -1).index_fill_(0, index, 0)

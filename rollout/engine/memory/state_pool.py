@@ -1,4 +1,4 @@
-"""Pool of recurrent and convolutional states: one slot holds all states of one sequence at one position.
+"""The pool of recurrent and convolutional states. A slot holds all states of one sequence at one position.
 
 A slot belongs to a running sequence, or is a snapshot of the state at the end of a cached prefix.
 """
@@ -18,11 +18,11 @@ from rollout.engine.memory.buffers import ALIGNMENT
 
 @dataclass(frozen=True)
 class StateKey:
-    """A state of a model, addressed by layer and index as in transformers' cache."""
+    """The key of one state of a model: layer, kind and index, as in transformers' cache."""
 
     layer: int
     kind: str
-    """`conv`: the last inputs of a convolution; `recurrent`: the state of a recurrence."""
+    """The kind of state: `conv`, the last inputs of a convolution, or `recurrent`, the state of a recurrence."""
     index: int = 0
 
 
@@ -32,7 +32,7 @@ class StateShape:
 
     key: StateKey
     shape: tuple[int, ...]
-    """`conv`: [channels, kernel size]; `recurrent`: [heads, ...]."""
+    """The shape for one sequence: [channels, kernel size] for `conv`, [heads, ...] for `recurrent`."""
     dtype: torch.dtype
 
     @property
@@ -42,14 +42,14 @@ class StateShape:
 
 
 def _shaped(flat: Tensor, state: StateShape) -> Tensor:
-    """View [slots, elements] as [slots, *shape]; a convolution's channels are contiguous, as kernels need them."""
+    """Return a view [slots, *shape] of `flat` [slots, elements]. A convolution's channels are contiguous for the kernels."""
     if state.key.kind != "conv":
         return flat.view(-1, *state.shape)
     return flat.view(-1, state.shape[-1], *state.shape[:-1]).movedim(1, -1)
 
 
 class StatePool(BlockPool):
-    """`num_blocks` slots for states of these `shapes`; a slot is a block of the pool."""
+    """A pool of slots, each of which holds states of these `shapes`. A slot is a block of the pool."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StatePool(BlockPool):
         super().__init__([each.num_bytes for each in shapes], num_slots, torch.uint8, device, memory)
 
     def state(self, key: StateKey) -> Tensor:
-        """Return [num_blocks, *shape] in the layer's dtype: one state of every slot."""
+        """Return one state of all slots, [num_blocks, *shape], in the state's dtype."""
         return self._states[key]
 
     def materialize(self, num_blocks: int) -> None:
@@ -78,7 +78,10 @@ class StatePool(BlockPool):
         return super().drop()
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy slot `source` (negative: zeros) to slot `destination` for each pair; all are read before any is written."""
+        """Copy a slot for each pair (source, destination); a negative source is a slot of zeros.
+
+        All sources are read before any destination is written.
+        """
         if copies := [pair for pair in moves if pair[0] >= 0]:
             self.copy_blocks(copies)
         if fresh := [target for source, target in moves if source < 0]:

@@ -1,6 +1,6 @@
-"""Streams of a device. Orders an engine's steps after work that callers queued on their streams.
+"""Orders an engine's steps after work that callers queued on their CUDA streams.
 
-The host never waits for a whole device, because that is an error while any thread of the process captures a CUDA graph.
+The host waits for streams, never for a whole device, which is an error while any thread of the process captures a graph.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 _used: set[torch.cuda.Stream] = set()
-"""Streams on which an engine of this process has run steps since the last `wait_for_steps`."""
+"""The streams on which an engine of this process has run steps since the last `wait_for_steps`."""
 
 
 def wait_for_steps(device: torch.device) -> None:
-    """Block the host until the queued work of all engines on a CUDA device, and of the caller's stream, is done."""
+    """Block the host until all work is done that engines queued on a CUDA device, or that is on the caller's stream."""
     streams = {stream for stream in tuple(_used) if stream.device == device}
     for stream in {*streams, torch.cuda.current_stream(device)}:
         stream.record_event().synchronize()
@@ -23,10 +23,10 @@ def wait_for_steps(device: torch.device) -> None:
 
 
 class StreamOrder:
-    """Orders steps after callers' work, such as new weights.
+    """Orders steps after work that callers queued, such as an update of the weights.
 
     Attributes:
-        stream: returns the calling thread's current stream; None: the device has no streams, and nothing has to wait.
+        stream: function that returns the calling thread's current stream; None: the device has no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,12 +35,12 @@ class StreamOrder:
         self.stream: Any = partial(torch.cuda.current_stream, device) if device.type == "cuda" else None
 
     def mark(self) -> None:
-        """Let later steps wait for work queued on the caller's stream; an optimizer may run on its own stream."""
+        """Make later steps wait for the work queued on the caller's stream, which may be an optimizer's own stream."""
         if self.stream is not None:
             self._marks.append(self.stream().record_event())
 
     def follow(self) -> None:
-        """Let the step's work wait for everything marked since the last call; called before a step."""
+        """Make the current stream wait for all work marked since the last call. The engine calls this before each step."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:
@@ -48,6 +48,6 @@ class StreamOrder:
         self._marks.clear()
 
     def settle(self) -> None:
-        """Block the host until all work that engines have queued on any stream is done."""
+        """Block the host until all work is done that engines have queued on any stream of the device."""
         if self._device.type == "cuda":
             wait_for_steps(self._device)

@@ -1,8 +1,9 @@
-"""Checks at construction that a model can be served exactly; `UnsupportedModelError` gives the layer and the reason.
+"""Checks, when an engine is built, that it can serve the model exactly; if not, `UnsupportedModelError` gives the reason.
 
-A few tokens go through the model with an attention that records its calls (modules, shapes, arguments, mask functions) and,
-if the configuration names recurrent or convolutional layers, a cache that records their states. Layers with state elsewhere
-appear in neither. Layers that need more than causal attention with a window, a cap or sinks have further arguments.
+The check runs a few tokens through the model. An attention function records every call: modules, shapes, arguments and mask
+functions. If the configuration names recurrent or convolutional layers, a cache records their states. A layer that keeps
+its state elsewhere is missing from both records. A layer that needs more than causal attention with a sliding window, a
+soft cap or attention sinks passes arguments that the engine does not support.
 """
 
 from __future__ import annotations
@@ -38,47 +39,47 @@ HARMLESS = frozenset(
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PROBE_TOKENS = 4
 DEFAULT_LENGTH = 2048
-"""The longest sequence if neither the configuration nor the model sets a limit."""
+"""The maximum sequence length, in tokens, if neither the configuration nor the model sets one."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention parameters that one layer passes."""
+    """The parameters that one layer passes to its attention function."""
 
     num_heads: int
     scaling: float
     window: int | None
-    """Positions, including its own, that a query attends to; None: all."""
+    """The number of last positions that a query attends to, including its own; None: all."""
     softcap: float | None
     sinks: bool = False
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Properties of a model: attention layers, dtypes, device, vocabulary."""
+    """The properties of a model that the engine needs: attention layers, states, dtypes, device, vocabulary."""
 
     layers: tuple[LayerShape, ...]
     calls: tuple[AttentionCall, ...]
-    """Attention of each layer, in the order of `layers`."""
+    """The attention parameters of each layer, in the order of `layers`."""
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
-    """The window of the mask, for layers that pass another window or none."""
+    """The window that a layer's mask applies (None: no window), for layers whose own argument says otherwise."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
-    """Narrowest dtype of keys and values; under a trainer's autocast it may differ from `kv_dtype`."""
+    """The narrowest dtype among keys and values. Under the trainer's autocast it may differ from `kv_dtype`."""
     device: torch.device
     vocab_size: int
     max_position_embeddings: int | None
     described: str
-    """The description of the architecture, which distinguishes checkpoints of different models."""
+    """A description of the architecture, for messages and to tell apart checkpoints of different models."""
     states: tuple[StateShape, ...] = ()
-    """States of recurrent and convolutional layers."""
+    """The states of the recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
-    """The argument of the forward that takes the cache of these states."""
+    """The name of the argument of the model's `forward` that takes the cache of these states."""
 
     @property
     def masks(self) -> tuple[object, ...]:
-        """The windows of each layer and of its mask, which determine the keys that a query attends to."""
+        """The windows of all layers and masks, which determine the keys that each query attends to."""
         return self.layer_of, self.mask_windows, [call.window for call in self.calls]
 
 
@@ -92,7 +93,7 @@ class _Call(NamedTuple):
 
 
 class _Watcher:
-    """`AttentionBatch` that records the calls of one forward."""
+    """An `AttentionBatch` that records the attention calls of one forward pass."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -120,21 +121,23 @@ class _Watcher:
 
 
 class Examined(NamedTuple):
-    """Requirements of the engine, one line each as present or missing, and the layout of a model that meets all of them."""
+    """The requirements of the engine that a model meets and lacks, and the model's layout."""
 
     layout: ModelLayout | None
+    """The layout of the model; None: a requirement is missing."""
     present: list[str]
+    """The requirements that the model meets, one line each."""
     missing: list[str]
-    """Missing requirements, one line each, with the cure."""
+    """The requirements that the model lacks, one line each, with the cure."""
     cause: BaseException | None = None
-    """Exception that the model raised."""
+    """The exception that the model raised; None: it raised none."""
 
 
 def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
     """Return the properties of a supported model; see `examine`.
 
     Raises:
-        UnsupportedModelError: the model lacks something that the engine needs; lists everything missing, a line each.
+        UnsupportedModelError: the model lacks something that the engine needs; the message lists everything, a line each.
     """
     found = examine(model, max_sequence_length)
     if found.layout is not None:
@@ -146,10 +149,10 @@ def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> M
 
 
 def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examined:
-    """Run `PROBE_TOKENS` tokens to find the model's attention layers and missing requirements.
+    """Run `PROBE_TOKENS` tokens through the model to find its attention layers and the requirements that it does not meet.
 
     Args:
-        max_sequence_length: longest sequence; None: the model's own limit.
+        max_sequence_length: length of the longest sequence to serve, in tokens; None: the model's own limit.
     """
     name, present, missing = type(model).__name__, list[str](), list[str]()
 
@@ -284,7 +287,7 @@ def _weights_missing(model: nn.Module) -> Iterator[str]:
 
 
 def devices_of(model: nn.Module) -> Iterator[str]:
-    """Yield a message if the parameters are on more than one device, because the KV cache is on one."""
+    """Yield a message if the model's parameters are on more than one device, because the KV cache is on a single device."""
     first: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         first.setdefault(parameter.device, name)
@@ -308,7 +311,11 @@ def _layers_unknown(model: nn.Module, config: Any, recurrent: RecurrentLayers) -
 def _watch(
     model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]
 ) -> tuple[_Watcher, Any, BaseException | None]:
-    """Run the engine's kind of forward; returns its output, or None and the exception."""
+    """Run a forward pass with the arguments that the engine passes.
+
+    Returns:
+        The watcher, the output of the model (None if it raised), and the exception that the model raised (or None).
+    """
     watcher = _Watcher()
     ids = torch.arange(PROBE_TOKENS, device=device)[None]
     keep = torch.tensor([PROBE_TOKENS - 1], device=device)
@@ -323,7 +330,7 @@ def _watch(
 
 
 def _watch_ids_alone(model: nn.Module, device: torch.device) -> tuple[_Watcher, bool]:
-    """Run a forward of token ids without further arguments; returns whether it completed."""
+    """Run a forward pass with token ids as the only argument. Return the watcher, and whether the pass completed."""
     watcher, done = _Watcher(), False
     with Installation(model, implementation=PROBE).forward(), carried(watcher), suppress(Exception):
         model(input_ids=torch.arange(PROBE_TOKENS, device=device)[None])
@@ -392,7 +399,10 @@ def _arguments_unknown(names: Mapping[nn.Module, str], calls: Iterable[_Call]) -
 def _windowed(
     names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device, wrong: list[str]
 ) -> list[AttentionCall]:
-    """Give each call the window of its mask or, without a mask, the window that the layer passes."""
+    """Return the calls with the windows that apply: a mask's window or, without a mask, the window that the layer passes.
+
+    A message is appended to `wrong` for each mask that is neither causal nor a causal window.
+    """
     known: dict[MaskFunction, int | None] = {}
     windowed = []
     for each in calls:
@@ -413,7 +423,7 @@ def _windowed(
 
 
 def has_global_hooks() -> bool:
-    """Return whether torch has hooks on every module's forward, so that only the module's own forward is correct."""
+    """Return whether torch has global forward hooks, which run only if the modules' own `forward` runs."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
@@ -429,14 +439,15 @@ def _innermost(model: nn.Module, exc: BaseException) -> str:
 
 
 def check_lengths(model: nn.Module, max_sequence_length: int) -> None:
-    """Check that the model's positions allow sequences of this length.
+    """Check that the model's position encoding supports sequences of this length.
 
-    - Some rotary variants change every position once a sequence grows past the original context.
-    - A model without rotary positions has a table of fixed length. Other models only get worse, which is logged as a
-      warning.
+    - Some rotary variants re-encode all positions once a sequence is longer than the original context, so cached keys
+      would become wrong.
+    - A model without rotary positions has a position table of fixed length.
+    - Other models only get less accurate, which is logged as a warning.
 
     Raises:
-        UnsupportedModelError: cached keys would be wrong.
+        UnsupportedModelError: the keys of such sequences would be wrong, or positions would be missing.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -13,7 +13,7 @@ from transformers import DynamicCache, cache_utils
 from rollout.engine.memory.state_pool import StateShape
 
 WITHOUT_STATE = ("mlp", "moe")
-"""The types of stateless layers that have entries in the cache of transformers 5.21 and 5.22; later ones use `DummyLayer`."""
+"""The types of stateless layers that have an entry in the cache of transformers 5.21 and 5.22 (later: a `DummyLayer`)."""
 
 
 @dataclass(frozen=True)

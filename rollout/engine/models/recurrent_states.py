@@ -44,11 +44,11 @@ class _NoKV(Cache):  # type: ignore[misc]
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the states [B, channels, kernel size] of B sequences, which may be changed in place; None: no states yet."""
+        """Return the states [B, channels, kernel size] of B sequences, writable in place, or None if there are none."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the states [B, heads, ...] of B sequences, which may be changed in place; None: no states yet."""
+        """Return the states [B, heads, ...] of B sequences, writable in place, or None if there are none."""
         return None
 
 

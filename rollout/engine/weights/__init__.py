@@ -1,1 +1,1 @@
-"""Weight sources of the engine (shared, gathered, copied) and detection of unannounced changes."""
+"""The engine's weight sources (shared, gathered, copied), and the detection of unannounced weight changes."""

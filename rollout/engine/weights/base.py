@@ -1,4 +1,4 @@
-"""Interface of a weight source, and the scaffold of sources that gather sharded weights."""
+"""The interface of a weight source, and the base class of sources that gather sharded weights."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rollout.engine.weights.fingerprints import local_part, persistent_tensors
 
 
 class Weights:
-    """The weights an engine samples with; this class reads the trainer's own tensors in place.
+    """The weights that an engine samples with. This class uses the trainer's own tensors in place.
 
     Attributes:
-        trained: the unwrapped Hugging Face model that the optimizer steps.
-        sampled: the module whose forward the engine runs.
+        trained: the unwrapped Hugging Face model that the optimizer updates.
+        sampled: the module whose `forward` the engine runs.
         collective: whether `gather` is a collective call.
         fixed_addresses: whether the tensors of `sampled` keep their addresses when the weights change.
-        tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the other shards of every layer and compute
-            each forward together with this one; None: this rank computes alone.
+        tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the shards of every layer and compute each
+            forward pass together; None: this rank computes alone.
         expert_parallel_mesh: one-dimensional device mesh of the ranks that exchange tokens inside each layer, each with
-            its own batches; None: no layer does.
+            its own batches; None: no layer exchanges tokens.
     """
 
     collective = False
@@ -39,25 +39,28 @@ class Weights:
 
     @property
     def ready(self) -> bool:
-        """Whether `sampled` holds whole, current weights."""
+        """Whether `sampled` holds all weights, unsharded, in their current version."""
         return True
 
     def gather(self) -> None:
-        """Make `sampled` whole and current; no-op when `ready`."""
+        """Gather or copy the current weights into `sampled`. Do nothing if it is `ready`."""
 
     def release(self) -> None:
-        """Restore `trained` for training. Local and idempotent, even after an interrupted forward."""
+        """Restore `trained` for training. The call is local and idempotent, even after an interrupted forward pass."""
 
     def changed(self) -> None:
-        """Mark gathered or copied weights stale after an update."""
+        """Mark gathered or copied weights as outdated, after an update."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Yield name and local part of every parameter and persistent buffer of `trained`; tied tensors under each name."""
+        """Return the name and this rank's part of every parameter and persistent buffer of `trained`.
+
+        A tied tensor is listed under each of its names.
+        """
         return [(name, local_part(tensor)) for name, tensor in persistent_tensors(self.trained)]
 
 
 class GatheredWeights(Weights):
-    """Weights that are sharded over the ranks, but whole between `gather` and `release`."""
+    """Weights that are sharded over the ranks, except between `gather` and `release`, when this rank has all of them."""
 
     collective = True
     fixed_addresses = False

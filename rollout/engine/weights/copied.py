@@ -1,4 +1,4 @@
-"""Separate copy of the weights in another dtype or on another device, refreshed once per update.
+"""A separate copy of the weights in another dtype or on another device, refreshed once per update.
 
 Only `gather` copies, one tensor at a time, so there is never a third full set of weights.
 """
@@ -20,11 +20,11 @@ class CopiedWeights(Weights):
 
     Args:
         source: the trainer's weights, plain or FSDP2.
-        dtype: dtype of the copy's floating-point parameters; None: the trainer's.
-        device: device of the copy; None: the trainer's.
+        dtype: dtype of the copy's floating-point parameters; None: the trainer's dtypes.
+        device: device of the copy; None: the trainer's device.
 
     Raises:
-        UnsupportedModelError: this module cannot be copied.
+        UnsupportedModelError: the module cannot be copied.
     """
 
     def __init__(self, source: Weights, dtype: torch.dtype | None, device: torch.device | None) -> None:
@@ -70,7 +70,7 @@ class CopiedWeights(Weights):
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """Return a deep copy of the module with the parameters of `fresh` and without instance-bound forwards."""
+    """Return a deep copy of the module with the parameters in `fresh`, and without `forward` set on any instance."""
     memo: dict[int, Any] = {id(parameter): fresh[name] for name, parameter in model.named_parameters()}
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
@@ -81,7 +81,7 @@ def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.de
 
 
 def _sharded_skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """Return a new instance of the class that `fully_shard` wrapped, with the parameters of `fresh`."""
+    """Return a new instance of the class that `fully_shard` wrapped, with the parameters in `fresh`."""
     plain = next((each for each in type(model).__mro__ if not each.__name__.startswith("FSDP")), nn.Module)
     config = getattr(model, "config", None)
     made: nn.Module = nn.Module()

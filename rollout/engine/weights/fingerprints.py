@@ -1,8 +1,8 @@
 """Detects weight changes that were not announced, by comparing a sample of every parameter.
 
-Contents are compared: fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. Only
-samples are kept: `SAMPLES` elements of each tensor, spread evenly, and other elements after every update. Taking them does
-not synchronise with the device.
+Values are compared, because fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. A
+sample has `SAMPLES` evenly spread elements of each tensor, with other elements after every update. Taking a sample does not
+synchronise with the device.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SAMPLES = 64
-"""Elements compared per tensor. A change of one element in SAMPLES is detected with high probability."""
+"""The number of elements compared per tensor. If one element in 64 has changed, the comparison most likely detects it."""
 
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
 _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
-"""The name, dtype, shape and sample count of each tensor of one kind, and the bytes of all samples."""
+"""(Name, dtype, shape, number of samples) of each tensor with the same dtype and device, and the bytes of all samples."""
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
-    """Return every parameter and persistent buffer, without the running statistics of batch normalisation.
+    """Return the name and tensor of every parameter and persistent buffer, without batch normalisation's running statistics.
 
     A tied tensor is listed under each of its names, because each may be tied to another tensor later.
     """
@@ -39,15 +39,16 @@ def persistent_tensors(model: nn.Module) -> list[Named]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself; memory is shared."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself. The memory is shared, not copied."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
-    """Return readable parts of a tensor: itself, or the tensors inside a wrapper subclass (such as a quantised one).
+    """Yield the readable parts of a tensor: a plain tensor itself, or the tensors inside a wrapper subclass.
 
-    A subclass that cannot be read is replaced by its identity and version.
+    Quantised tensors, for example, are wrapper subclasses. A subclass that cannot be read is replaced by a tensor of its
+    Python id and version counter.
     """
     wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
@@ -65,7 +66,7 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """Yield (name, [<= SAMPLES] elements, as views where possible) of each tensor; `turn` selects which elements."""
+    """Yield the name and at most `SAMPLES` elements of each tensor, as a view if possible. `turn` selects the elements."""
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
             continue
@@ -83,7 +84,7 @@ class Fingerprints:
     """Reference samples of a set of tensors, to compare with their current contents.
 
     Args:
-        tensors: returns the current tensors; called at every comparison.
+        tensors: function that returns the current tensors; it is called at every comparison.
     """
 
     def __init__(self, tensors: Callable[[], list[Named]]) -> None:
@@ -100,7 +101,8 @@ class Fingerprints:
     def changed(self) -> list[str]:
         """Return the names of tensors that differ from the reference or no longer exist.
 
-        New tensors are not a change (an adapter not yet in use); they are included from then on.
+        A new tensor, such as an adapter not yet in use, does not count as a change. It joins the reference if nothing else
+        has changed.
         """
         now = self._now()
         then = self._taken
@@ -129,7 +131,10 @@ class Fingerprints:
 
 
 def _joined(rows: list[Named]) -> Tensor:
-    """Return concatenated bytes as uint8; -0.0 becomes 0.0, because an update by zero may drop the sign."""
+    """Concatenate the samples and return their bytes as uint8.
+
+    -0.0 becomes 0.0, because adding an update of zero may drop the sign.
+    """
     data = torch.cat([values for _, values in rows])
     if data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         data += 0.0

@@ -1,4 +1,4 @@
-"""Loads a folder of safetensors: its weights into a model in place, or a new model with its tokenizer."""
+"""Loads a folder of safetensors into an existing model in place, or as a new model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def load_weights(model: nn.Module, folder: str | PathLike[str]) -> int:
     """Copy every tensor of a folder written by `save_pretrained` into the parameter or buffer of the same name.
 
     Returns:
-        Number of tensors copied.
+        The number of tensors copied.
 
     Raises:
-        ConfigError: there are no safetensors; a name or a shape differs from the model's; or a parameter is missing. Nothing
-            was written.
+        ConfigError: there are no safetensors; a name or a shape differs from the model's; or a parameter is missing. The
+            model was not changed.
     """
     targets = model.state_dict(keep_vars=True)
     found: set[int] = set()
@@ -77,17 +77,21 @@ def _check(folder: Any, name: str, target: torch.Tensor | None, shape: list[int]
 def load_model(
     folder: str | PathLike[str], tokenizer: Any = None, *, dtype: str | torch.dtype = "auto", device: str = "auto"
 ) -> tuple[nn.Module, Any]:
-    """Load the model from a folder written by `save_pretrained`, with its tokenizer or, for a vision model, its processor.
+    """Load a model from a folder written by `save_pretrained`, with its tokenizer or, for a vision model, its processor.
 
-    A name that is not a folder is an error, not a download.
+    Nothing is ever downloaded: if there is no such folder, `ConfigError` is raised.
 
     Args:
-        tokenizer: a tokenizer, or its folder; None: the model's folder, if it has one.
-        dtype: dtype of the parameters; `auto`: as they were saved.
-        device: `auto`: CUDA, if torch has it.
+        folder: the model's folder.
+        tokenizer: a tokenizer, or the folder to load it from; None: the model's folder, if that contains a tokenizer.
+        dtype: dtype of the parameters; `auto`: the dtype in which they were saved.
+        device: device of the model; `auto`: CUDA if available, else the CPU.
+
+    Returns:
+        The model in eval mode, and its tokenizer or processor; None instead if the model's folder contains neither.
 
     Raises:
-        ConfigError: there is no model, or torch has no such type or device.
+        ConfigError: the folder has no model, the given folder has no tokenizer, or torch has no such dtype or device.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():

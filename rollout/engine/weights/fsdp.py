@@ -1,8 +1,9 @@
 """FSDP-sharded weights: gathered while the engine generates, resharded afterwards.
 
-Always true: between `gather` and `release` forwards are not collective, so ranks may run different numbers of them; after
-`release` training continues as if nothing had been gathered, including partial gradients of accumulated micro-batches, even
-after an interrupted forward.
+Always true:
+- Between `gather` and `release`, forward passes are not collective, so each rank may run a different number of them.
+- After `release`, training continues as if nothing had been gathered, even after an interrupted forward pass. Gradients of
+  accumulated micro-batches are kept.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from rollout.errors import UnsupportedModelError
 
 
 class ShardedWeights(GatheredWeights):
-    """FSDP2 (`fully_shard`) weights: each unit is unsharded once and kept whole until `release`.
+    """FSDP2 (`fully_shard`) weights. `gather` unshards each unit, which stays unsharded until `release`.
 
-    Memory while gathered: the shards plus one whole model in the dtype of the mixed-precision policy. `state_dict` returns
-    the shards throughout. Parameters that are split by tensor parallelism too stay split by it.
+    While gathered, the weights take the memory of the shards and of one whole model in the dtype of the mixed-precision
+    policy. `state_dict` always returns the shards. Parameters that tensor parallelism also splits stay split by it.
 
     Raises:
-        UnsupportedModelError: some parameters are also sharded by something else.
+        UnsupportedModelError: a parameter is a DTensor that FSDP2 does not manage, or its parallelism is not supported.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,13 +69,16 @@ class ShardedWeights(GatheredWeights):
             _stay_whole_after_state_dict(group, undo)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's shards, whether gathered or not, and the tensors that FSDP2 does not manage."""
+        """Return this rank's shards, even while the weights are gathered, and the tensors that FSDP2 does not manage."""
         local = self._local()
         shared = [(name, tensor) for name, tensor in persistent_tensors(self.trained) if name not in local]
         return [(name, tensor) for name, tensor in local.items() if tensor is not None] + shared
 
     def _local(self) -> dict[str, Tensor | None]:
-        """Return this rank's shard of every parameter of a unit; None under the further names of a tied parameter."""
+        """Return this rank's shard of every parameter that FSDP2 manages, by name.
+
+        A tied parameter's shard is listed under its first name, and None under its other names.
+        """
         found: dict[str, Tensor | None] = {}
         for each, (first, *others) in self._parameters():
             found[first] = each.sharded_param.to_local()
@@ -101,18 +105,18 @@ class ShardedWeights(GatheredWeights):
 
 
 def state_of(unit: Any) -> Any:
-    """Return the FSDP state of a module that `fully_shard` made a unit."""
+    """Return the FSDP state of a unit, a module to which `fully_shard` was applied."""
     return unit._get_fsdp_state()
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return parameter groups of an FSDP state: a list since torch 2.13, at most one before."""
+    """Return the parameter groups of an FSDP state: any number since torch 2.13, at most one before."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [each for each in groups if each is not None]
 
 
 def reshard(unit: Any) -> None:
-    """Free the gathered parameters of a unit, in any state that a forward or backward has left it in."""
+    """Free a unit's gathered parameters, whatever state a forward or backward pass left the unit in."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     # Reset the state by hand: after an interrupted forward pass, reshard() does nothing. The public remedy,
@@ -126,7 +130,7 @@ def reshard(unit: Any) -> None:
 
 
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
-    """Make FSDP2's hooks on `state_dict` and `load_state_dict` show the shards without freeing the gathered weights."""
+    """Let `state_dict` and `load_state_dict` see the shards without freeing the gathered weights, as FSDP2's hooks would."""
 
     def show_shards() -> None:
         for each in group.fsdp_params:

@@ -1,4 +1,4 @@
-"""Gathers and releases an engine's weights, and detects unannounced changes."""
+"""Gathers and releases an engine's weights, and detects changes that were not announced."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ ANNOUNCE = (
     "call attach(optimizer, manager) of trainer_hooks.optimizer once, which announces every step, or "
     "manager.weights_updated() after each change"
 )
-"""The text for messages: how a trainer announces that the weights have changed."""
+"""The advice in messages on how a trainer announces that the weights have changed."""
 
 
 class WeightsGuard:
-    """The weights of one engine: their source, and the fingerprints of their last announced content.
+    """The weights of one engine: their source, and the fingerprints of the last announced version.
 
     Args:
-        locked: holds the engine at a step boundary.
+        given: the model that the trainer passed, perhaps wrapped.
+        config: the engine's configuration.
+        locked: function that returns a context manager, inside which the engine runs no step.
 
     Attributes:
-        model: the Hugging Face model the optimizer steps, without its wrappers.
-        training_device: device of the model when its source was chosen; the trainer expects batches there.
+        model: the Hugging Face model that the optimizer updates, without wrappers.
+        training_device: device of the model when its source was chosen; the trainer expects batches on this device.
         rebuild_due: whether FSDP2 has sharded the weights since the engine was built.
 
     Raises:
@@ -60,7 +62,7 @@ class WeightsGuard:
         self._are_known = False
 
     def sharded_since(self) -> bool:
-        """Return whether FSDP2 has sharded this rank's weights since the engine was built; if so, choose a new source."""
+        """Return whether FSDP2 has sharded the model since the engine was built. If so, choose a new weight source."""
         if fully_sharded_since(self.source):
             with self._locked():
                 self._choose_source()
@@ -68,18 +70,18 @@ class WeightsGuard:
         return self.rebuild_due
 
     def gather(self) -> None:
-        """Make the weights whole and current. If they are spread over the ranks, every rank calls it."""
+        """Gather or copy the current weights. If they are sharded over the ranks, every rank must call this."""
         with self._locked():
             self.source.gather()
 
     def release(self) -> None:
-        """Restore the weights for the trainer. Local; harmless when repeated."""
+        """Restore the weights for the trainer. The call is local, and may be repeated."""
         with self._locked():
             self.source.release()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather the weights, so that steps can run in the block. Every rank enters it if each has a part."""
+        """Gather the weights, so that steps can run inside the block. If they are sharded, every rank must enter it."""
         if self.source.collective and self.source.ready:
             yield
             return
@@ -90,27 +92,28 @@ class WeightsGuard:
             self.release()
 
     def changed(self) -> None:
-        """Follow an announced update: drop gathered and copied weights, and fingerprint the current content."""
+        """Register an announced update: drop gathered and copied weights, and take fingerprints of the current weights."""
         self.source.changed()
         self._take_fingerprints()
 
     def resized(self, vocabulary: int) -> int | None:
-        """Return the size of the model's vocabulary; None: still `vocabulary`."""
+        """Return the size of the model's vocabulary, or None if it is still `vocabulary`."""
         now = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         return None if now == vocabulary else now
 
     def check(self, version: int, vocabulary: int) -> None:
-        """Compare the weights with their fingerprints. The first call takes them, because a checkpoint may be loaded before
-        it.
+        """Compare the weights with their fingerprints.
+
+        The first call takes the fingerprints, because a checkpoint may be loaded after the engine is built.
 
         Args:
-            version: the policy version, for the message.
+            version: the policy version, for messages.
             vocabulary: size of the model's vocabulary when the engine was built.
 
         Raises:
-            WeightsChangedError: weights have changed since the last update; the message names them.
-            EngineStateError: after the engine was built, the weights were sharded, moved to another device or dtype, or got
-                another vocabulary.
+            WeightsChangedError: weights have changed since the last announced update; the message names them.
+            EngineStateError: since the engine was built, the weights were sharded, or their device, dtype or vocabulary
+                size has changed.
         """
         refuse_sharded_since(self.source)
         self._refuse_moved()
@@ -164,7 +167,7 @@ class WeightsGuard:
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return `torch.float32` for "float32"; None for None."""
+    """Return the torch dtype of a name, such as `torch.float32` for "float32", or None for None."""
     return None if name is None else getattr(torch, name)
 
 

@@ -1,12 +1,12 @@
-"""Weight sources of the engine: the module itself, a gathered module, or a copy.
+"""Chooses the engine's weight source: the module itself, a gathered module, or a copy.
 
-    plain module, DDP, autocast    shared: the tensors that the optimizer steps, nothing moves
-    tensor parallel (DTensors)     shared: every rank of the group computes with its shard, alone or gathered by FSDP2
+    plain module, DDP, autocast    shared: the engine uses the tensors that the optimizer updates
+    tensor parallel (DTensors)     shared: every rank of the group computes with its shard (which FSDP2 may also gather)
     FSDP2, ZeRO-3                  gathered: whole while the engine generates, then sharded again, without a second copy
-    another dtype or device        copied, only on request: one pass after each update
+    another dtype or device        copied, only on request: one pass over the weights after each update
 
-Always true: `release` restores `trained` for the trainer. Every rank or none calls `gather` of a `collective` source.
-DeepSpeed is imported only for a model that it partitions.
+Always true: `release` restores `trained` for the trainer. Either every rank or none calls `gather` of a `collective`
+source. DeepSpeed is imported only for a model that it partitions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: to
 
     Args:
         model: the module that the trainer calls.
-        dtype, device: dtype and device of a separate copy to sample with; both None: no copy.
+        dtype: dtype of a separate copy to sample with; None: the model's dtype.
+        device: device of the copy; None: the model's device. If both are None, there is no copy.
 
     Raises:
         UnsupportedModelError: the weights are sharded in a way that cannot be gathered.
@@ -50,7 +51,7 @@ def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: to
 
 
 def fully_sharded_since(weights: Weights) -> bool:
-    """Return whether `fully_shard` was applied to the module after its source was chosen."""
+    """Return whether `fully_shard` was applied to the model after this weight source was chosen."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if weights.collective or fsdp is None:
         return False
@@ -58,7 +59,7 @@ def fully_sharded_since(weights: Weights) -> bool:
 
 
 def refuse_sharded_since(weights: Weights) -> None:
-    """Raise if the weights were sharded after their source was chosen.
+    """Check that the weights were not sharded after this weight source was chosen.
 
     Raises:
         EngineStateError: the weights were sharded; the message names the first sharded parameter or module.
@@ -109,10 +110,10 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 class PartitionedWeights(GatheredWeights):
-    """ZeRO-3 weights, gathered by DeepSpeed's `unwrap_model_for_generation`; ZeRO-1 and -2 need no gathering.
+    """The weights of a DeepSpeed engine, gathered by DeepSpeed's `unwrap_model_for_generation` if ZeRO-3 partitions them.
 
     Raises:
-        UnsupportedModelError: the module came without its engine.
+        UnsupportedModelError: the trainer passed the partitioned module instead of the DeepSpeed engine.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -1,9 +1,9 @@
-"""Tensor- and expert-parallel weights: the mesh dimensions that split a model's parameters; other parallelism raises.
+"""Finds the device meshes over which a model is tensor-parallel or expert-parallel; other parallelism raises an error.
 
-A parameter is tensor-parallel if it is a DTensor on a dimension that FSDP2 does not gather, whether transformers' `tp_plan`
-or torch's `parallelize_module` made it. Transformers' meshes show how experts are split:
+A parameter is tensor-parallel if it is a DTensor on a mesh dimension that FSDP2 does not gather, whether transformers'
+`tp_plan` or torch's `parallelize_module` created it. Transformers' meshes show how experts are split:
 
-    ep_size == tp_size    the ranks of the tensor-parallel group hold some experts each, and share every batch: one group
+    ep_size == tp_size    each rank of the tensor-parallel group holds some experts; the group shares every batch
     ep_size > tp_size     ranks with their own batches exchange tokens inside each layer: an expert-parallel group
 """
 
@@ -17,14 +17,14 @@ from torch import nn
 from rollout.errors import UnsupportedModelError
 
 _OTHERS = ("pp", "cp", "sp", "ep")
-"""Mesh dimensions of other parallelism: pipeline, context, sequence, and experts outside of transformers' expert mesh."""
+"""The mesh dimensions of other parallelism: pipeline, context, sequence, and experts outside transformers' expert mesh."""
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
-    """Return the one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer does.
+    """Return the one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer exchanges tokens.
 
     Raises:
-        UnsupportedModelError: some batches belong to a whole tensor-parallel group.
+        UnsupportedModelError: tensor-parallel groups of several ranks would exchange tokens with one another.
     """
     manager: Any = getattr(model, "_mesh_manager", None)
     if "ep" not in _sizes(manager, "_expert_mesh"):
@@ -41,7 +41,7 @@ def expert_parallel_mesh(model: nn.Module) -> Any:
 
 
 def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
-    """Return modules with a parameter of their own that is a DTensor on a mesh with a dimension of this name."""
+    """Return the modules that directly own a DTensor parameter on a mesh with a dimension of this name."""
     return [
         module
         for module in model.modules()
@@ -53,10 +53,12 @@ def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """Return the one-dimensional mesh that splits a model's parameters, except exchanged experts; None: no mesh does.
+    """Return the one-dimensional mesh that splits a model's parameters, not counting experts that exchange tokens.
+
+    None: no mesh splits them.
 
     Args:
-        gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that it manages.
+        gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that FSDP2 manages.
 
     Raises:
         UnsupportedModelError: the model's parallelism is not supported.
@@ -99,6 +101,6 @@ def _unserved(model: nn.Module, why: str) -> UnsupportedModelError:
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:
-    """Return the sizes of the named dimensions of transformers' mesh; {}: transformers did not split the model."""
+    """Return the sizes of the named dimensions of a transformers mesh; empty if transformers did not split the model."""
     found = getattr(manager, mesh, None)
     return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
