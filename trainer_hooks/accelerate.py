@@ -117,7 +117,7 @@ def attach(
 
 
 def _optimizers_of(accelerator: Accelerator, manager: RolloutManager) -> list[Any]:
-    # accelerate has no public list of prepared objects.
+    # Read a private attribute: accelerate has no public list of prepared objects.
     prepared = list(accelerator._optimizers)
     ours = {id(parameter) for parameter in manager.model.parameters()}
     found = [each for each in prepared if not ours.isdisjoint(optimizer_hook.stepped_parameters(each))]

@@ -107,7 +107,7 @@ class GenerateHook:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------
 
     def sample(
         self,
@@ -136,7 +136,7 @@ class GenerateHook:
         except (InvalidRequestError, EngineStateError) as error:
             raise NotServed(f"{type(error).__name__}: {error}") from None
         finally:
-            # A trainer continues with its own forward and needs the memory.
+            # Free the KV cache: a trainer continues with its own forward pass and needs the memory.
             self.manager.before_optimizer_step()
         self.served += 1
         self.last = Sampled(
@@ -165,8 +165,8 @@ class GenerateHook:
     ) -> tuple[list[list[int]], list[list[float]]]:
         if stop is None:
             return self._generate(rows, [params] * len(rows))
-        # Transformers' criterion decides, because it also checks the prompt and special tokens. The engine's stop strings
-        # only save tokens after the end, so a row that they stopped too early continues.
+        # Let transformers' criterion decide where a row ends: it also checks the prompt and special tokens. The
+        # engine's stop strings only save tokens after the end; a row that they stop too early continues.
         completions: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         stops = () if self.manager.tokenizer is None else tuple(stop.stop_strings)
@@ -196,7 +196,7 @@ class GenerateHook:
         prompts, each, owners = [], [], []
         for numbers in grouped(rows, params):
             row, chosen = rows[numbers[0]], params[numbers[0]]
-            # Greedy samples of a prompt are equal.
+            # Generate only one completion for greedy rows of a prompt, which are all equal.
             parts = [numbers] if chosen.greedy else [numbers[i : i + most] for i in range(0, len(numbers), most)]
             for part in parts:
                 prompts.append(row.prompt)
@@ -222,7 +222,8 @@ class GenerateHook:
                 try:
                     return self.manager.generate(prompts, params, progress=False)
                 except WeightsChangedError:
-                    # Only the fingerprints detect a load of weights, or another write that torch does not count.
+                    # Announce the update and try again: only the fingerprints detect loaded weights, and other writes
+                    # that torch does not count.
                     self.manager.weights_updated()
                     return self.manager.generate(prompts, params, progress=False)
         finally:
@@ -248,7 +249,8 @@ class GenerateHook:
         Raises:
             ConfigError: with `fallback="raise"`.
         """
-        # An error message with its numbers would make every call a separate reason.
+        # Keep only the part before the colon: messages contain numbers, so each call would otherwise count (and warn)
+        # as a new reason.
         kind = reason.partition(":")[0]
         if self._fallback == "raise":
             raise ConfigError(
@@ -295,7 +297,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     if fallback not in ("warn", "raise"):
         raise ConfigError(f"fallback={fallback!r}: must be 'warn' or 'raise'")
     sampled = manager.model
-    # The model may be inside a PeftModel, whose generate() calls the wrapped model's.
+    # Search inside wrappers: a PeftModel's generate() calls that of the wrapped model.
     target: Any = next((module for module in sampled.modules() if isinstance(module, GenerationMixin)), None)
     if target is None:
         raise TypeError(f"{type(sampled).__name__} has no generate() of transformers to serve: use manager.generate")

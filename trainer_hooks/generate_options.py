@@ -130,7 +130,8 @@ def _stopping(criteria: Iterable[Any], vocab: int) -> tuple[int, tuple[int, ...]
     if length is None:
         raise NotServed("no maximum length")
     if stop is not None and eos is None:
-        # Without these ids `generate` pads nothing, so rows continue after their stop string until all have one.
+        # Reject stop strings without these ids: `generate` then pads nothing, so rows continue after their stop string
+        # until all rows have one.
         raise NotServed("stop strings without an eos_token_id")
     return length, eos or (), stop
 

@@ -29,7 +29,7 @@ class Pixels(dict[str, Any]):
         super().__init__(encoded)
         self.given = given
         self.taken = {name: given[name] for name in taken if given[name] is not None}
-        # Expanding rows changes the list in the outputs.
+        # Store the sizes now: `generate` changes the list in the outputs when it expands rows.
         self.sizes = {name: [len(each) for each in output.pooler_output] for name, output in encoded.items()}
 
 

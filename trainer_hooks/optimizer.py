@@ -75,7 +75,8 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer):
             return
-        # Besides the optimizer itself there may be a closure, which computes gradients inside the step.
+        # Never treat a step with a closure as idle: the closure computes gradients inside the step. args holds the
+        # optimizer and perhaps a closure.
         self._idle = len(args) < 2 and not kwargs and _without_gradients(optimizer)
         if not self._idle:
             self.manager.before_optimizer_step(self.mode)
@@ -116,7 +117,7 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
     """
     inner = _innermost(optimizer)
     chosen = KVCacheManagementMode.parse(mode)
-    # An AsyncLLM's methods are coroutines, which a hook cannot await.
+    # Use the blocking methods of an AsyncLLM: a hook cannot await coroutines.
     manager = getattr(manager, "blocking", manager)
     _check_steps_the_model(inner, manager)
     _check_not_attached(inner, manager)
@@ -136,8 +137,8 @@ def _stepped(inner: Any) -> set[int]:
 
 def _innermost(optimizer: object) -> Any:
     inner = optimizer
-    # A wrapper may subclass Optimizer without having hooks (accelerate's does), so unwrap completely. A DeepSpeed optimizer
-    # is not unwrapped: one of its steps consists of several steps of the inner optimizer.
+    # Unwrap completely: a wrapper may subclass Optimizer without having hooks, as accelerate's does. Stop at a
+    # DeepSpeed optimizer, one of whose steps consists of several steps of the inner optimizer.
     while not deepspeed.steps_by_itself(inner) and (wrapped := getattr(inner, "optimizer", None)) is not None:
         inner = wrapped
     if not (isinstance(inner, Optimizer) or deepspeed.steps_by_itself(inner)):
@@ -177,9 +178,9 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def _is_no_update(optimizer: Any) -> bool:
-    # If a subclass's step() calls super().step(), both call the hooks; the stack identifies the inner call. A counter could
-    # not, because a step that raises never reaches its post-hook. The stack also identifies the step with learning rate 0
-    # by which torch initialises optimizer state before saving or loading it (accelerate, FSDP2).
+    # Detect an inner step on the stack: if a subclass's step() calls super().step(), both call the hooks. A counter
+    # would not do, because a step that raises never reaches its post-hook. The stack also shows the step with learning
+    # rate 0 by which torch initialises optimizer state before saving or loading it (accelerate, FSDP2).
     depth = 0
     frame = inspect.currentframe()
     while frame is not None and depth < 2:
@@ -191,7 +192,7 @@ def _is_no_update(optimizer: Any) -> bool:
 
 
 def _without_gradients(optimizer: Any) -> bool:
-    # An optimizer defined elsewhere may change parameters without gradients.
+    # Trust only torch's optimizers: others may change parameters without gradients.
     if not type(optimizer).__module__.startswith("torch.optim."):
         return False
     return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
@@ -200,7 +201,8 @@ def _without_gradients(optimizer: Any) -> bool:
 def _skipped_for_inf(optimizer: Any) -> bool:
     if deepspeed.steps_by_itself(optimizer):
         return deepspeed.overflowed(optimizer)
-    # On an overflow, GradScaler calls step() only on optimizers with this attribute, with `found_inf` set.
+    # Check `found_inf` only if this attribute is set: on an overflow, GradScaler calls step() only on such optimizers,
+    # with `found_inf` set.
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     found_inf = getattr(optimizer, "found_inf", None)

@@ -88,7 +88,7 @@ def _set(owner: Any, name: str | None) -> None:
     if isinstance(owner, BaseTunerLayer | AuxiliaryTrainingWrapper):
         owner._disable_adapters = name is None
         if name is not None:
-            # Without a copy of the module for this adapter, the original module is used.
+            # Activate no adapter if the module has no copy for this adapter: the original module is then used.
             has = isinstance(owner, BaseTunerLayer) or name in owner._get_available_adapters()
             owner._active_adapter = [name] if has else []
         return

@@ -50,7 +50,7 @@ class RewardPool:
             raise ConfigError(f"processes={processes!r}: must be an integer of at least 1")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: must be above 0")
-        # inspect.signature reads this attribute.
+        # Set `__wrapped__`, which inspect.signature reads.
         self.__wrapped__ = reward
         self.__name__ = getattr(reward, "__name__", type(reward).__name__)
         self._timeout_s, self._on_timeout = timeout_s, on_timeout
@@ -109,17 +109,18 @@ class _Worker:
 
     def call(self, args: tuple[Any, ...], columns: dict[str, Any], timeout_s: float) -> Rewards:
         if self._process is None:
-            # A fork would copy the threads' locks of the training process.
+            # Spawn the process: a fork would copy locks that the training process's threads hold.
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs, self._reward), daemon=True)
             self._process.start()
             theirs.close()
-            # The time of imports does not count.
+            # Wait until the process has started, so that the time of its imports does not count.
             self._pipe.recv()
         try:
             self._pipe.send((args, columns))
-            # The arguments have arrived, and the modules of their types are imported.
+            # Wait until the arguments have arrived. Only now does the timeout start: unpickling them may import more
+            # modules.
             self._pipe.recv()
             if not self._pipe.poll(timeout_s):
                 raise TimeoutError(f"{self._reward!r} took longer than timeout_s={timeout_s}; its process was ended")
@@ -152,6 +153,6 @@ def _serve(pipe: Any, reward: Callable[..., Sequence[float]]) -> None:
         pipe.send(None)
         try:
             answer: tuple[Rewards | None, Exception | None] = ([float(each) for each in reward(*args, **columns)], None)
-        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+        except Exception as error:  # noqa: BLE001 - the training process raises it
             answer = (None, error)
         pipe.send(answer)

@@ -135,7 +135,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
             return
         metrics = self._join(logs, state)
         if state.is_world_process_zero and "wandb" in args.report_to:
-            # The Trainer's own callback would rename them to train/rollout/...
+            # Log to wandb directly: the Trainer's own callback would rename the metrics to train/rollout/...
             wandb = sys.modules.get("wandb")
             if wandb is not None and wandb.run is not None:
                 wandb.log(metrics | {"train/global_step": state.global_step})
@@ -153,7 +153,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
             self.manager.weights_updated()
         self.detach()
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------
 
     def _join(self, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
         """Add the selected metrics to a log and to its entry in the history; return them."""
@@ -209,5 +209,5 @@ def _is_checkpoint_of(folder: Path, state: TrainerState) -> bool:
 
 
 def _identity(state: TrainerState) -> str:
-    # Logs are compared as text, because a loss that was NaN is not equal to itself.
+    # Compare logs as text: a NaN loss is not equal to itself.
     return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)

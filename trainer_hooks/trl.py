@@ -97,7 +97,7 @@ class TrlAttachment:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    # --- what TRL asks of its generation object -----------------------------------------------------------------
+    # --- methods that TRL calls on its generation object --------------------------------------------------------
 
     def sync_weights(self) -> None:
         """No-op: the rollout samples with the weights that the trainer steps."""
@@ -135,7 +135,7 @@ class TrlAttachment:
                 on_error=self._on_error,
                 progress=False,
             )
-        # The trainer continues with an update or an evaluation forward and needs the memory.
+        # Free the KV cache: the trainer continues with an update or an evaluation forward pass and needs the memory.
         self.manager.before_optimizer_step(self._mode)
         self._batch, self._failed = batch, [error is not None for error in batch.errors]
         completions, logprobs = self._rows(batch)
@@ -153,7 +153,7 @@ class TrlAttachment:
             logprobs.append(known)
         return completions, logprobs
 
-    # --- what TRL asks of a rollout_func ------------------------------------------------------------------------
+    # --- the rollout_func that TRL calls ------------------------------------------------------------------------
 
     def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
         """Complete the dataset's prompts, texts or chats, each once; `env_mask` excludes failed rows from the loss.
@@ -172,11 +172,11 @@ class TrlAttachment:
             ]
         return output
 
-    # --- inside -------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------
 
     def take_vllms_place(self, correction: str) -> None:
         """Make TRL generate with this object and correct the loss by its log-probs, in the mode `correction`."""
-        # "server": otherwise TRL reads the maximum sequence length from vLLM's engine.
+        # Set mode "server": in mode "colocate" TRL would read the maximum sequence length from vLLM's engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
         self._put(vllm_importance_sampling_mode=correction)
         score = self.trainer._generate_and_score_completions
@@ -228,7 +228,7 @@ class TrlAttachment:
         """Record the metric `rollout/logprob_diff` from TRL's log-probs of the last batch; return `scored`."""
         trained, batch = scored.get("old_per_token_logps"), self._batch
         self._batch = None
-        # In a tool loop `batch` covers one turn only.
+        # Skip tool loops, in which `batch` covers only one turn.
         if trained is None or batch is None or self.trainer.tools:
             return scored
         used = scored["completion_mask"].bool() & scored.get("tool_mask", scored["completion_mask"]).bool()

@@ -51,8 +51,8 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     if replay:
         return params.replace(return_kept_tokens=True)
     if banned := placeholders(trainer):
-        # TRL's own generation does the same. The trained distribution keeps these tokens, with a probability that the
-        # log-probs include.
+        # Ban these tokens, as TRL's own generation does. The trained distribution keeps them, and the log-probs include
+        # their probability.
         params = params.replace(logit_bias=dict.fromkeys(banned, -100.0) | (params.logit_bias or {}))
     return params.replace(logprobs_mode="tempered") if banned or params.shaping() else params
 
@@ -64,7 +64,8 @@ def _asked(trainer: Any) -> SamplingParams:
     } | {name: value for name in SHAPING if (value := getattr(trainer, name, None)) is not None}
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
-        # Greedy by top_k=1: at temperature 0 the log-probs would be of temperature 1, not of the trainer's temperature.
+        # Express greedy sampling as top_k=1: at temperature 0 the log-probs would be at temperature 1, not at the
+        # trainer's temperature.
         asked |= FILTERS | {"top_k": 1}
     for name, value in given.items():
         known = _RENAMED.get(name, name)
@@ -74,7 +75,7 @@ def _asked(trainer: Any) -> SamplingParams:
                 f"do_sample, {', '.join(sorted({*_RENAMED, *_CHOICES}))})"
             )
         asked[known] = value
-    # The trainer's end-of-sequence ids instead of the engine's, because TRL uses them to detect truncated completions.
+    # Use the trainer's end-of-sequence ids instead of the engine's: TRL uses them to detect truncated completions.
     stop = (*trainer.eos_token_ids, *(asked.pop("stop_token_ids", None) or ()))
     return SamplingParams(**asked, stop_token_ids=stop, ignore_eos=True, logprobs=0)
 
@@ -86,7 +87,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
         why_not_replayed: why kept tokens are not replayed, with the cure; "": there are none.
     """
     params = _asked(trainer)
-    # Greedy completions of a prompt are all equal: no training signal, so no warning is needed.
+    # Do not warn about greedy sampling: all completions of a prompt are then equal, so there is no training signal.
     if params.top_k != 1 and (shaping := params.shaping()):
         shown = ", ".join(shaping)
         warnings.warn(
@@ -172,7 +173,8 @@ def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
 def correction_mode(trainer: Any, stacklevel: int) -> str:
     """Return GRPOConfig's `vllm_importance_sampling_mode`, or with a warning a token-level one if the loss requires it."""
     asked = str(trainer.vllm_importance_sampling_mode)
-    # GRPOTrainer itself rejects this, but only if constructed with vLLM; GRPOConfig's default is one of these modes.
+    # Replace the mode for this loss type: GRPOTrainer itself rejects it, but only if constructed with vLLM.
+    # GRPOConfig's default is one of the rejected modes.
     if trainer.loss_type != "vespo" or not trainer.vllm_importance_sampling_correction or asked in _BY_TOKEN:
         return asked
     warnings.warn(

@@ -51,7 +51,7 @@ def episode_rollout_func(
         ]
         return {
             "prompt_ids": [request.prompt_tokens or [end] for request in batch],
-            # TRL reads the last token of every completion.
+            # Return at least one token: TRL reads the last token of every completion.
             "completion_ids": [request.generated_tokens or [end] for request in batch],
             "logprobs": [request.generated_log_probs or [0.0] for request in batch],
             "env_mask": [mask[: len(request.generated_tokens)].int().tolist() or [0]

@@ -33,13 +33,13 @@ class Follower(RolloutCallback):
         self._latest = self.attachment
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        # Metrics are reported in training logs only, not in evaluation logs or the final summary.
+        # Add metrics to training logs only, not to evaluation logs or the final summary.
         if self._log and logs is not None and "loss" in logs:
             self._join(logs, state)
 
     def _resume(self, args: Any, state: Any) -> None:
         if self.manager.policy_version:
-            # The rollout continues from an earlier training.
+            # Load nothing: the rollout already has a policy version, from an earlier training run.
             return
         file = self._file_to_resume(args, state)
         if file is not None and file.saved_by_anybody:
@@ -58,7 +58,7 @@ class Follower(RolloutCallback):
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
     """Add a `Follower` to the trainer; `undo` removes it. Nothing is added if the caller has a `RolloutCallback` there."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
-    # A RolloutCallback of the caller already does all of this.
+    # Add nothing: the caller's RolloutCallback already does all of this.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):
         return follower
 
@@ -66,8 +66,8 @@ def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoi
         follower.detach()
         handler.callbacks = [each for each in handler.callbacks if each is not follower]
 
-    # The callback comes first, so that reporters receive the rollout's metrics too. The list is new: the handler may be
-    # iterating over the old one if this runs inside a callback.
+    # Put the callback first, so that reporters receive the rollout's metrics too. Make a new list: inside a callback,
+    # the handler is iterating over the old one.
     handler.callbacks = [follower, *handler.callbacks]
     undo.callback(unfollow)
     if trainer.optimizer is not None:

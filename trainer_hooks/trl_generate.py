@@ -62,13 +62,14 @@ class TrlGenerateAttachment:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    # --- log-probs of what was sampled --------------------------------------------------------------------------
+    # --- log-probs of sampled tokens ----------------------------------------------------------------------------
 
     def _logprobs_of_rloo(self, compute: Any) -> Any:
         def computed(
             model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
         ) -> Any:
-            # A call without gradient and entropy is the pass before training: first of the policy, then of the reference.
+            # Use the sampled log-probs in the pass before training, a call without gradient and entropy. TRL first
+            # calls it for the policy, then for the reference model.
             if not torch.is_grad_enabled() and not kwargs.get("compute_entropy"):
                 known = self._sampled(input_ids, attention_mask, logits_to_keep)
                 if known is not None:
@@ -115,7 +116,8 @@ class TrlGenerateAttachment:
         for row, (ids, real) in enumerate(zip(input_ids.cpu(), attention_mask.cpu().bool(), strict=True)):
             completion = last.completions[row]
             same = ids[:split][real[:split]].tolist() == last.prompts[row]
-            # TRL may mask a completion that was cut off, but its tokens are still there.
+            # Compare the token ids, not the mask: TRL may mask a completion that was cut off, but its tokens are still
+            # there.
             if not same or ids[split : split + len(completion)].tolist() != completion:
                 return None
             found[row, : len(completion)] = torch.tensor(last.logprobs[row])

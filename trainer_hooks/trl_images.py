@@ -101,7 +101,7 @@ def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | N
 
 def _processed(trainer: Any, prompt: list[int], images: list[Any]) -> dict[str, Any]:
     made = trainer.processing_class.image_processor(images=images, return_tensors="pt")
-    # Some results of a processor are for expanding placeholders, which has been done.
+    # Keep only arguments of the model: other results serve to expand placeholders, which has already been done.
     taken = inspect.signature(type(trainer.accelerator.unwrap_model(trainer.model)).forward).parameters
     return {"input_ids": prompt} | {name: value for name, value in made.items() if name in taken}
 

@@ -76,13 +76,14 @@ class FullBatches:
             groups = list(self._groups(len(inputs), size))
             good = [number for number, group in enumerate(groups) if self._keep(group)]
             bad = [number for number in range(len(groups)) if number not in good]
-            # Groups that may no longer be discarded are kept.
+            # Keep rejected groups once `MOST_DISCARDED` groups per wanted group have been discarded.
             chosen = sorted([*good, *bad[max(0, allowed) :]])[: wanted - kept]
             self.discarded += len(bad[: max(0, allowed)])
             allowed -= len(bad)
             parts.append(_rows(scored, [row for each in chosen for row in range(each * size, (each + 1) * size)]))
             kept += len(chosen)
-            # Scoring is collective, so all ranks draw as many prompts as the rank that lacks most.
+            # Draw as many prompts on every rank as the rank that is missing the most: scoring is a collective
+            # operation.
             missing = int(trainer.accelerator.gather(torch.tensor([wanted - kept], device=self._device)).max())
             if not missing:
                 return self._joined(parts)

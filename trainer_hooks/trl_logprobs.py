@@ -100,7 +100,8 @@ class LogprobPass:
             raise ValueError(
                 "images: log-probs over kept tokens, or of this model over prefix trees, are of text alone"
             )
-        # Without gradient TRL bounds memory by `batch_size`. Prompts are shared within the same number of rows.
+        # Process `batch_size` rows at a time, as TRL does without gradient to bound memory. Only these rows share
+        # prompts.
         size = batch_size or len(input_ids)
         found = []
         for rows in (slice(start, start + size) for start in range(0, len(input_ids), size)):
@@ -156,7 +157,7 @@ class LogprobPass:
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
-        # Tokens that were not sampled may have images too, for example from a tool.
+        # Treat no token as sampled: tokens that a tool returned, for example, may have images too.
         found = BatchImages.of(self._layout, images, tokens, np.zeros(tokens.shape, np.bool_), ids.device)
         assert found is not None
         packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routed_experts)

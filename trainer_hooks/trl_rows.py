@@ -32,7 +32,7 @@ class GeneratedRows:
         self._now: dict[str, Tensor] = {}
         self._step: ExitStack | None = None
 
-    # --- from the generation to the forward ---------------------------------------------------------------------
+    # --- from generation to forward pass ------------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
         """Store the rows of a generation, for the scoring that follows; a failed row is a single token."""
@@ -48,8 +48,8 @@ class GeneratedRows:
                 name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
             }
         if self._routes and batch.routed_experts is not None:
-            # The routes stay on the host, because routers copy them to their device. There is one more column for a failed
-            # row's token.
+            # Keep the routes on the host, from which routers copy them to their device. Add a column for the single
+            # token of a failed row.
             routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
             routes[torch.tensor(failed)] = -1
             self._now[_ROUTES] = routes

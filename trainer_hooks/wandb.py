@@ -175,7 +175,7 @@ def _numbers(values: Any) -> NDArray[np.float64]:
 
 
 def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
-    # The mean includes tokens outside of the response mask, because samples masked out for staleness count too.
+    # Include tokens outside the response mask: samples that were masked out for staleness count too.
     position = np.arange(batch.input_ids.shape[1])
     start = _numbers(batch.prompt_lengths)[:, None]
     length = _numbers(batch.response_lengths)
