@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # Names that a training loop uses.
+if TYPE_CHECKING:  # names that a training loop uses
     from rollout.config import InferenceConfig as InferenceConfig
     from rollout.current import close as close
     from rollout.current import generate as generate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Names that a training loop uses.
     from rollout.manager.manager import RolloutManager as RolloutManager
     from rollout.sampling_params import SamplingParams as SamplingParams
 
-if TYPE_CHECKING:  # Other public names.
+if TYPE_CHECKING:  # other public names
     from rollout.config import Advanced as Advanced
     from rollout.config import CoordinatorConfig as CoordinatorConfig
     from rollout.config import ServerConfig as ServerConfig
@@ -78,7 +78,7 @@ if TYPE_CHECKING:  # Other public names.
     from rollout.state import KVCacheManagementMode as KVCacheManagementMode
     from rollout.state import StalenessPolicy as StalenessPolicy
 
-if TYPE_CHECKING:  # Results, engine parts and job parts, used by tests and by ports of other engines.
+if TYPE_CHECKING:  # results, engine parts and job parts, for tests and ports of other engines
     from rollout.config import CoordinatorAdvanced as CoordinatorAdvanced
     from rollout.distributed.client.futures import Delta as Delta
     from rollout.distributed.client.futures import RequestFuture as RequestFuture

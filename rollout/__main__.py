@@ -164,7 +164,7 @@ def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
     for title, work in trials.items():
         try:
             rows += work()
-        except Exception as exc:  # noqa: BLE001 - the page reports what does not work
+        except Exception as exc:  # noqa: BLE001 - the report shows every failed trial
             rows.append((title, f"FAILED: {type(exc).__name__}: {_first_line(exc)}"))
             code = FAILED
     rows.append(("next", "`rollout doctor MODEL_DIR` says what the engine does with your model"))
@@ -247,7 +247,7 @@ def _check_folder(name: str) -> None:
         raise ConfigError(f"MODEL_DIR={name!r}: has no config.json; give the folder that save_pretrained() wrote")
 
 
-# --- the model ----------------------------------------------------------------------------------------------------------
+# --- loading the model --------------------------------------------------------------------------------------------------
 
 
 def _start(options: ServeOptions) -> LLM:
@@ -305,7 +305,7 @@ def _summary(url: str, llm: LLM, options: ServeOptions) -> str:
     )
 
 
-# --- the terminal -------------------------------------------------------------------------------------------------------
+# --- printing to the terminal -------------------------------------------------------------------------------------------
 
 
 def _in_one_line(exc: BaseException) -> str:

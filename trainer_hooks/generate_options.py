@@ -55,7 +55,7 @@ COMPUTED = frozenset({
 """Arguments that `generate` prepares, or that follow from the token ids or the criteria."""
 
 
-class NotServed(Exception):  # noqa: N818 - a decision, not an error
+class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
     """Raised for a call that the engine does not support; the message gives the reason."""
 
 

@@ -67,7 +67,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, An
         if call["name"] not in tools:
             raise ValueError(f"Tool {call['name']} not found.")
         result = await called(partial(tools[call["name"]], **plain_arguments(call["arguments"])))
-    except Exception as exc:  # noqa: BLE001 - the model is told, as TRL does
+    except Exception as exc:  # noqa: BLE001 - the model sees the error, as in TRL
         result = {"error": str(exc)}
     return {"role": "tool", "name": call["name"], "content": str(result)}
 

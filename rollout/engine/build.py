@@ -342,7 +342,7 @@ def _assemble(
 ) -> EngineParts:
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
-    # Read the active adapters once, which raises for adapters that the engine cannot sample with.
+    # Call this for its error: it raises for active adapters that the engine cannot sample with.
     watch.variant()
     if controller.runner.graphs is not None:
         controller.runner.graphs.watched = watch.modules

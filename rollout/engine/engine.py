@@ -321,7 +321,7 @@ class DynamicInferenceEngine:
                 Prefill(self.config, self.controller.runner, self.context, self.parts.intake).run(wanted, take)
                 return self.policy_version, described(variant)
 
-    # --- control and state --------------------------------------------------------------------------------------
+    # --- state changes ------------------------------------------------------------------------------------------
 
     pause = called("parts.control", EngineControl.pause)
     unpause = called("parts.control", EngineControl.unpause)

@@ -82,7 +82,7 @@ class Delivery:
             if group is not None:
                 try:
                     self._take_ended(group, record)
-                except Exception as exc:  # noqa: BLE001 - a result that cannot be built fails only its group
+                except Exception as exc:  # noqa: BLE001 - if a result cannot be built, only its group fails
                     self.fail(group, exc)
         if self._streams:
             self._tell_streams(everything)

@@ -168,7 +168,7 @@ class EngineLoop:
             failure = exc
         except EngineStateError:
             pass
-        except BaseException as exc:  # noqa: BLE001 - the thread ends here, and later calls raise the error
+        except BaseException as exc:  # noqa: BLE001 - the thread ends here, and later calls raise this error
             failure = exc
         if failure is not None and not self._closed:
             _log.error("the engine's thread has ended: %s: %s", type(failure).__name__, failure)
@@ -265,7 +265,7 @@ class EngineLoop:
             group.in_engine = self.engine.add_request(
                 group.tokens, group.params, request_id=number, priority=group.priority, arrival_time=group.arrival_time
             )
-        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
+        except Exception as exc:  # noqa: BLE001 - pass any error to the waiting caller
             self._delivery.fail(group, exc)
             return
         self._delivery.queued(group)

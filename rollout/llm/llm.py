@@ -79,7 +79,8 @@ class AsyncLLM(LLMRequests):
                 "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
             )
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
-        # Gather the weights until the shutdown: gathering is collective, and requests arrive on each rank at any time.
+        # Keep the weights gathered until the shutdown: gathering is collective, and requests arrive on each rank at any
+        # time.
         world = World.of_torch() if engine.weights.collective else None
         calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
         gathering = Gathering(engine, lambda call: None, world, calls)

@@ -96,7 +96,7 @@ class JobRequests:
     ) -> None:
         try:
             group = self._the_client().open_group(tokens, params, **options)
-        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
+        except Exception as exc:  # noqa: BLE001 - pass any error to the waiting caller
             del self._groups[number]
             listener.fail(exc)
             return
@@ -109,7 +109,7 @@ class JobRequests:
         self._groups.pop(number, None)
         try:
             samples = group.result()
-        except Exception as exc:  # noqa: BLE001 - the waiting caller gets any error
+        except Exception as exc:  # noqa: BLE001 - pass any error to the waiting caller
             listener.fail(exc)
         else:
             for sample in samples:
@@ -129,7 +129,7 @@ class JobRequests:
 
         return self._start(abort())
 
-    # --- control ----------------------------------------------------------------------------------------------------
+    # --- control calls ----------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start a control call of the client on the private loop; raise `EngineStateError` if there is no client."""
@@ -221,7 +221,7 @@ class EngineService(JobRequests):
             torch.cuda.set_device(device)
         try:
             self.member.worker.run()
-        except Exception as exc:  # noqa: BLE001 - the thread ends here, and later calls raise the error
+        except Exception as exc:  # noqa: BLE001 - the thread ends here, and later calls raise this error
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:

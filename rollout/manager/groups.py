@@ -127,7 +127,7 @@ class GroupJournal:
         """Return the group's journal key, see `key_of`; empty without a journal."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
-    # --- writing ------------------------------------------------------------------------------------------------
+    # --- writing to the journal ---------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
         """Append the groups that these results complete. After a `JournalError` the next call tries again."""
@@ -156,7 +156,7 @@ class GroupJournal:
         self._unwritten.clear()
         return mark
 
-    # --- after a restart ----------------------------------------------------------------------------------------
+    # --- reading the journal after a restart --------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
         """Continue from the checkpoint with this mark and policy version; `ConfigError` if the journal lacks the mark."""

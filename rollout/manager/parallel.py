@@ -266,7 +266,7 @@ class FollowerLoop(RunLoop):
             with self.gathering.held():
                 try:
                     self.gathering.ensure()
-                except Exception as exc:  # noqa: BLE001 - the first rank could not gather either, and reports it
+                except Exception as exc:  # noqa: BLE001 - the first rank fails to gather too, and reports it
                     failed = exc
                 with self._engine.installation:
                     told = self._engine.parts.stepper.follow()

@@ -111,7 +111,7 @@ class Rounds:
         """Return a pacer for the configured `max_staleness`."""
         return StalenessPacer(self.engine.config.max_staleness, updates_per_round)
 
-    # --- calls --------------------------------------------------------------------------------------------------------
+    # --- turns of blocking calls --------------------------------------------------------------------------------------
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:

@@ -77,7 +77,7 @@ def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     return target
 
 
-# --- one process --------------------------------------------------------------------------------------------------------
+# --- events of one process ----------------------------------------------------------------------------------------------
 
 
 def _process(pid: int, title: str, log: EngineLog, around: list[Span], base: float, end: float) -> Iterator[Event]:
@@ -196,7 +196,7 @@ def _without(
         yield state, start, end
 
 
-# --- events -------------------------------------------------------------------------------------------------------------
+# --- building events ----------------------------------------------------------------------------------------------------
 
 
 def _us(time: float, base: float) -> float:

@@ -271,7 +271,7 @@ class DeltaJoin:
         return delta
 
 
-# --- growth of a record ---------------------------------------------------------------------------------------------------
+# --- new output of a record -----------------------------------------------------------------------------------------------
 
 MAX_EVENTS_SENT = 1 << 18
 """The maximum number of events sent per sample; later ones are dropped."""

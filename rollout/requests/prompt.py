@@ -57,7 +57,7 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
         )
         if is_array:
             raise InvalidRequestError(f"{name}{found}: {cure}")
-        if len(rows) > 1:  # Without a row number in the text, Python shows it once per calling line.
+        if len(rows) > 1:  # The text names no row, so Python shows the warning once per calling line.
             warn_caller(f"{name}: a row begins or ends with the padding token: {cure}")
     return rows if is_array else prompts
 

@@ -230,7 +230,7 @@ class DynamicInferenceRequestRecord:
         return None if any(getattr(segment, name) is None for segment in self.segments) else self.joined(name)
 
 
-# --- values, expert routes ------------------------------------------------------------------------------------------------
+# --- values and expert routes ---------------------------------------------------------------------------------------------
 
 
 def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.float32] | None:

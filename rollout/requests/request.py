@@ -333,7 +333,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         return torch.from_numpy((self.policy_version - versions).astype(np.int32))
 
-    # --- metadata mirrored on the device ------------------------------------------------------------------------
+    # --- sampling options stored on the device ------------------------------------------------------------------
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:

@@ -182,7 +182,7 @@ def _of_framework(exc: HTTPException) -> ApiError:
     return ApiError(exc.status_code, message, headers=headers)
 
 
-# --- invalid bodies ---------------------------------------------------------------------------------------------------
+# --- errors in request bodies -----------------------------------------------------------------------------------------
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """Location parts that are discriminator tags: the field path continues after them."""

@@ -28,7 +28,7 @@ class EngineNumbers(Collector):
         self._llm = llm
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # With this method, registration does not query the engine.
+        return ()  # Without this method, registration would query the engine.
 
     def collect(self) -> Iterator[Metric]:
         try:

@@ -213,7 +213,7 @@ class InferenceClient:
         else:
             listener.end(samples)
 
-    # --- control ------------------------------------------------------------------------------------------------
+    # --- control calls ------------------------------------------------------------------------------------------
 
     async def pause_engines(self, timeout_s: float | None = None) -> None:
         """Pause every engine at its next step boundary; return when all are paused.

@@ -137,7 +137,7 @@ class _Decoder:
             return ""
         try:
             return self._text.push(tokens)
-        except Exception:  # noqa: BLE001 - a tokenizer that cannot read a token harms this sample's text alone
+        except Exception:  # noqa: BLE001 - if the tokenizer fails on a token, only this sample loses its text
             self._readable = False
             return ""
 

@@ -31,8 +31,8 @@ def main() -> int:
 
 def _announce(address: str) -> None:
     os.write(STDOUT, json.dumps([address, None]).encode())
-    # Redirect stdout to /dev/null, which also closes the launcher's pipe. The launcher reads until then, and nobody
-    # reads later output.
+    # Redirect stdout to /dev/null: the launcher reads until its pipe closes, and later output must not fill a pipe that
+    # nobody reads.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, STDOUT)
     os.close(nothing)

@@ -83,7 +83,7 @@ class World:
         return all(self.wait_for(f"host/{rank}", HOSTS_TIMEOUT_S) == mine for rank in range(self.size))
 
     def publish(self, key: str, value: bytes) -> None:
-        self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # the stub lacks bytes
+        self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # torch's type stub lacks bytes
 
     def is_published(self, key: str) -> bool:
         """Return whether a key has a value; False if the store's process has ended."""

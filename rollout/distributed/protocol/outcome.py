@@ -96,7 +96,7 @@ def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
     )
 
 
-# --- as bytes ---------------------------------------------------------------------------------------------------------
+# --- encoding as bytes ------------------------------------------------------------------------------------------------
 
 
 _HINTS = get_type_hints(Outcome, include_extras=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from struct import error as StructError  # noqa: N812 - a class with the name of a function
+from struct import error as StructError  # noqa: N812 - a class named like a function
 from typing import Any
 
 import zmq

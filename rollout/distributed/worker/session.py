@@ -107,7 +107,7 @@ class RankSession:
             # and the coordinator reassigns its requests.
             if self.stopped:
                 self._decline(message, number, exc)
-        except Exception as exc:  # noqa: BLE001 - an engine error of one request must not affect other requests
+        except Exception as exc:  # noqa: BLE001 - an error in one request must not affect the others
             self._discard(number)
             self._decline(message, number, exc)
         else:
@@ -175,7 +175,7 @@ class RankSession:
         self._engine.abort_request(number, index)
         self._engine.take_ended(lambda key: key[0] == number and index in (None, key[1]))
 
-    # --- control ----------------------------------------------------------------------------------------------------
+    # --- control commands -------------------------------------------------------------------------------------------
 
     def _command(self, message: wire.Command) -> None:
         mark(message.signal, track=COORDINATOR, argument=message.argument)
@@ -199,7 +199,7 @@ class RankSession:
                 self._control(unload)
             else:
                 self._control(lambda: self._signal(message.signal, message.argument))
-        except Exception as exc:  # noqa: BLE001 - any error is reported to the coordinator
+        except Exception as exc:  # noqa: BLE001 - report any error to the coordinator
             error = f"{type(exc).__name__}: {exc}"
         self._note_state()
         self._send(wire.CommandAck(message.command_id, *self._said(), error, amount))

@@ -302,7 +302,7 @@ class EngineWorker:
             link.apply()
             if link.live and not link.session.stopped:
                 self.engine.lifecycle.refuse_when_stopped()
-        except Exception as exc:  # noqa: BLE001 - the engine cannot follow the session: end it
+        except Exception as exc:  # noqa: BLE001 - end the session, which the engine cannot follow
             return self._lose(link, exc)
         if link.live:
             link.session.report(link.session.take_ended(), steps=0)

@@ -68,7 +68,7 @@ class Bound:
             for layer in layers:
                 layer.cosines, layer.sines = (table.data_ptr() for table in tables)
 
-    # --- the model ------------------------------------------------------------------------------------------------
+    # --- reading the model ----------------------------------------------------------------------------------------
 
     def _bind(self, model: Any, cache: KVCache) -> None:
         family, names = self.family, self.family.names
@@ -198,7 +198,7 @@ class Bound:
         self._checks.plain(embedding)
         return address(embedding, "weight", self.dtype)
 
-    # --- a layer --------------------------------------------------------------------------------------------------
+    # --- reading a layer ------------------------------------------------------------------------------------------
 
     def _fill(self, out: Layer, layer: Any, index: int, cache: KVCache) -> None:
         family, names = self.family, self.family.names

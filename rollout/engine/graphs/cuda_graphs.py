@@ -226,7 +226,7 @@ class GraphedDecode:
             for rows in missing:
                 try:
                     self._graphs[rows] = self._device.capture(lambda rows=rows: self._run(state, rows))  # type: ignore[misc]
-                except Exception as exc:  # noqa: BLE001 - a model that cannot be captured can still run its forward
+                except Exception as exc:  # noqa: BLE001 - without graphs the model still runs its own forward pass
                     why = f"{type(exc).__name__}: {exc}".partition("\n")[0]
                     if not lacks_device_memory(exc):
                         self._tried, self.why_not = True, why

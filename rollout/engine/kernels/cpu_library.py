@@ -74,7 +74,7 @@ def _load() -> Kernels:
     return Kernels(ctypes.CDLL(str(path)), f"{compiler.version}, in {path}")
 
 
-# --- the compiler ---------------------------------------------------------------------------------------------------------
+# --- finding and running the compiler -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

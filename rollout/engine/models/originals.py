@@ -27,7 +27,7 @@ PACKAGES = ("transformers", "torch", "peft")
 PEFT_LORA = "peft.tuners.lora."
 
 
-class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward runs
+class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forward pass runs instead
     """Raised if a model cannot run as fused kernels and must run its own `forward`; the message gives the reason."""
 
 

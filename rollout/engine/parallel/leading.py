@@ -145,8 +145,8 @@ class Leader(Together):
         except Exception as exc:
             try:
                 self._send(CHECK)
-                # Compare with the members. 0 means that some member did not fail; its collectives may then be one ahead
-                # of the others.
+                # Ask whether every member failed too. 0 means that some member did not, and its collectives may then be
+                # one ahead of the others.
                 agreed = self.group.least(1)
             except EngineDeadError as lost:
                 raise self.group.lose_after(exc, lost) from exc
@@ -194,5 +194,5 @@ def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object])
         try:
             if kind == FORWARD:
                 compute(WORK.decode(content))
-        except Exception as exc:  # noqa: BLE001 - the first rank's next message decides what it means
+        except Exception as exc:  # noqa: BLE001 - the first rank's next message decides how to react
             failed = exc

@@ -139,7 +139,7 @@ def greedy_trial(
     return "8 greedy tokens equal those of model.generate"
 
 
-# --- the model ------------------------------------------------------------------------------------------------------------
+# --- rows about the model -------------------------------------------------------------------------------------------------
 
 
 def _model_rows(
@@ -256,7 +256,7 @@ def _exact(runner: ModelRunner, config: InferenceConfig, source: WeightSource) -
     return f"off, and refused: {why}" if why else f"off; InferenceConfig(exact=True) runs {_EXACT}"
 
 
-# --- KV pool and machine --------------------------------------------------------------------------------------------------
+# --- rows about the KV pool and the machine -------------------------------------------------------------------------------
 
 
 def _pool_tokens(scheduler: Scheduler) -> int:

@@ -194,7 +194,7 @@ class Intake:
         with self._lifecycle.lock:
             self.next_request_id = max(self.next_request_id, start)
 
-    # --- samples ------------------------------------------------------------------------------------------------
+    # --- building samples ---------------------------------------------------------------------------------------
 
     def group(
         self,
@@ -305,7 +305,7 @@ class Intake:
         try:
             fresh = self.from_prompt(sample.record, sample.order, self._scheduler.version)
             self._scheduler.add(fresh, sample.variant)
-        except Exception as exc:  # noqa: BLE001 - whatever it raises harms this request alone
+        except Exception as exc:  # noqa: BLE001 - any error fails this request only
             number, index = sample.key
             why = f"is too stale and cannot start again from its prompt: {type(exc).__name__}: {exc}"
             error = f"RequestFailedError: request {number} sample {index} {why}"

@@ -139,7 +139,7 @@ class Ledger:
         request = sample.request
         try:
             return self._controller.detokenize(request.completion_tokens)
-        except Exception as exc:  # noqa: BLE001 - a tokenizer that cannot read a token harms this request's text alone
+        except Exception as exc:  # noqa: BLE001 - if the tokenizer fails, only this request loses its text
             warnings.warn(
                 f"request {request.request_id} sample {sample.record.sample_index} has tokens and no text: the tokenizer "
                 f"raised {type(exc).__name__}: {exc}",

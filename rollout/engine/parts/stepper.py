@@ -76,7 +76,7 @@ class Stepper:
                 raise EngineStateError(
                     f"no request can run, which must not happen; please report: {self._scheduler.counters}"
                 )
-        except Exception as exc:  # noqa: BLE001 - fails requests, not the engine
+        except Exception as exc:  # noqa: BLE001 - the requests fail, not the engine
             self._start_over(exc)
         else:
             if step is not None:
@@ -108,7 +108,7 @@ class Stepper:
         except EncodingError as exc:
             self._fail_image(step, exc)
             return
-        except Exception as exc:  # noqa: BLE001 - whatever a model raises belongs to the requests of this step
+        except Exception as exc:  # noqa: BLE001 - any error in the model fails only this step's requests
             if log is not None:
                 log.instant("step failed", error=f"{type(exc).__name__}: {exc}")
             self._contain(step, exc)
@@ -121,7 +121,7 @@ class Stepper:
         try:
             ended = self._scheduler.update(step, sampled)
             self._controller.runner.move_states(self._scheduler.allocator.states.take_moves())
-        except Exception as exc:  # noqa: BLE001 - fails requests, not the engine
+        except Exception as exc:  # noqa: BLE001 - the requests fail, not the engine
             self._start_over(exc)
             return
         self._failed_steps = 0

@@ -63,7 +63,7 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
-    # Write repeated tokens too: they are written several times with the same value.
+    # Repeated tokens need no special case: they are written several times with the same value.
     flat, penalized = scores.view(-1), rows.penalized.tolist()
     if rows.any_repetition:
         row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)

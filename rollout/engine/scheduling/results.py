@@ -179,7 +179,7 @@ class StepResults:
             # Remove the drawn token, which is meaningless and must not reach the record.
             self._queues.table.length[sequence.row] -= 1
             why = "its logits have no finite value; look for NaN or inf in the weights, and for extreme sampling parameters"
-            # Blame the caller for a constraint that cannot be followed.
+            # Report an invalid request: a constraint that cannot be followed is the caller's error.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
                 f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "
@@ -194,7 +194,7 @@ class StepResults:
             may_stop = bool(self._queues.table.length[sequence.row] > self._queues.table.min_length[sequence.row])
             try:
                 sequence.stop_string = sequence.text.push(token, may_stop=may_stop)
-            except Exception as exc:  # noqa: BLE001 - a tokenizer that fails on a token fails this request only
+            except Exception as exc:  # noqa: BLE001 - if the tokenizer fails, only this request fails
                 sequence.request.add_event_error_nontransient(exc, timestamp=now)
                 sequence.request.error = f"{type(exc).__name__}: {exc}"
                 return FinishReason.ERROR

@@ -33,8 +33,8 @@ class StepCost:
     def observe(self, rows: int, seconds: float) -> None:
         """Add one step to the mean. A step much longer than expected counts less: others may have used the machine."""
         if _OUTLIER * seconds < self.step(rows):
-            # Restart the mean: the earlier steps were much slower, because the first steps may compile kernels and
-            # capture graphs.
+            # Restart the mean: the earlier steps were much slower, perhaps because they compiled kernels and captured
+            # graphs.
             self._rows, self._seconds = rows, seconds
         self._seconds += _NEWEST * (min(seconds, _OUTLIER * self.step(rows)) - self._seconds)
         self._rows += _NEWEST * (rows - self._rows)

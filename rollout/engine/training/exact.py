@@ -82,7 +82,7 @@ class _ExactForward:
         self._verified = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         self._verify()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # fused operations round differently
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # fused operations would round differently
     def __call__(
         self,
         input_ids: Tensor | None = None,

@@ -214,13 +214,13 @@ def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: 
         equal[:, :longest] &= (routes[1:] == routes[:-1]).all((2, 3))
     shared[1:] = np.logical_and.accumulate(equal, axis=1).sum(1)
     starts = np.concatenate([[0], np.cumsum(lengths - shared)])
-    # Row r adds the token at depth d (`fresh`) if it shares at most d tokens with the row above. Otherwise it uses the
-    # token that the nearest row above added at this depth.
+    # Mark the tokens that each row adds: at depth d, row r adds its token if it shares at most d tokens with the row
+    # above. Otherwise it uses the token that the nearest row above added at this depth.
     row = np.arange(count)[:, None]
     fresh = shared[:, None] <= depth
     owner = np.maximum.accumulate(np.where(fresh, row, 0), axis=0)
     nodes = np.where(depth < lengths[:, None], starts[owner] + depth - shared[owner], -1)
-    # A token's subtree ends at the first token of the next row that adds another token at the same depth.
+    # Find where each subtree ends: at the first token of the next row that adds another token at the same depth.
     below = np.minimum.accumulate(np.where(fresh, row, count)[::-1], axis=0)[::-1]
     below = np.concatenate([below[1:], np.full((1, width), count)]) if count else below
     new = fresh & (depth < lengths[:, None])

@@ -90,7 +90,8 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         generated_top_n_logprobs=[],
         generated_text=None,
         policy_spans=_spans(versions),
-        # Take the values of the last turn, as for `routing_indices`: both belong to the KV behind the row's last token.
+        # Take the KV spans of the last turn, as for `routing_indices`: both describe the KV from which the row's last
+        # token was sampled.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
         generated_values=_values(turns),

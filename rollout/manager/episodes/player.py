@@ -189,8 +189,7 @@ class EpisodePlayer:
         except asyncio.CancelledError:
             self._end(episode, None, "RequestAbortedError: the episode was cancelled")
             raise
-        except (Exception, SystemExit) as exc:  # noqa: BLE001 - a failure of the user's environment affects only this
-            # episode
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - only this episode fails
             if isinstance(exc, BrokenEnvironmentError):
                 # Ignore the error of an episode that was dropped: it must not fail a later call.
                 self._broken = exc if episode.group_id in self._groups else self._broken

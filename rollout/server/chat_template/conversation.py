@@ -220,7 +220,7 @@ class Conversation:
                     messages, chat_template=self._chat_template, tokenize=False, **options, **variables
                 )
             )
-        except Exception as exc:  # templates are third-party code and may raise any exception
+        except Exception as exc:  # A template is third-party code and may raise anything.
             raise InvalidRequestError(
                 f"messages: the chat template cannot write them: {type(exc).__name__}: {str(exc)[:500]}"
             ) from exc

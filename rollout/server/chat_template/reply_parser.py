@@ -104,7 +104,7 @@ class ReasoningParser:
         return reasoning, content
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- tool calls -------------------------------------------------------------------------------------------------------
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:

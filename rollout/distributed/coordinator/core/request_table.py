@@ -143,7 +143,7 @@ class RequestTable:
         why = f"this client's open requests would take more than max_open_mb={limit} with {size} bytes more; wait for some"
         return "QueueFullError", why
 
-    # --- texts ------------------------------------------------------------------------------------------------------
+    # --- tokenizing and detokenizing --------------------------------------------------------------------------------
 
     def _start(self, job: TextJob, request: OpenRequest, stretch: Stretch | None) -> None:
         self._next_job += 1

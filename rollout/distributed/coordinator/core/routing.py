@@ -210,7 +210,7 @@ class Router:
             return ()
         return hashes[:1] if self._first_only else hashes
 
-    # --- events -------------------------------------------------------------------------------------------------
+    # --- recorded events ----------------------------------------------------------------------------------------
 
     def assigned(self, name: str, hashes: Sequence[int], samples: int) -> Claim:
         """Record that `samples` of a group were assigned to a rank, which will cache the hashes of its prompt's
