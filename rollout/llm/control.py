@@ -34,11 +34,13 @@ _PAUSE_IS_DIRECT = (
 
 
 class LLMControl:
-    """The control of an `LLM`'s engines. Every method except `relay` blocks, usually until the next step boundary.
+    """The control calls of an `LLM`. Every method except `relay` blocks, usually until the next step boundary.
 
     Args:
+        engine: this rank's engine.
+        loop: the LLM's private event loop.
         gathering: gathers sharded weights.
-        service: an `EngineService` if the LLM has a coordinator.
+        service: computes the LLM's requests; an `EngineService` if the LLM has a coordinator.
     """
 
     def __init__(
@@ -59,10 +61,14 @@ class LLMControl:
         return self.engine.model
 
     def admit(self, what: str) -> None:
-        """Raise if this is not the primary rank, or if weights changed without an announced update.
+        """Raise an error if this rank is not primary, or if weights changed without an announced update.
 
-        Weights are checked only while no request and no long call runs, so a request need not wait for a step
-        boundary."""
+        Weights are checked only while no request and no long call runs: otherwise the check would wait for a step
+        boundary.
+
+        Args:
+            what: name of the checked method, for the message.
+        """
         self.refuse_unless_primary(what)
         if not self._service.num_open and not self._long_calls:
             with self.engine.locked():
@@ -84,7 +90,9 @@ class LLMControl:
         """Send a lifecycle call to the coordinator. On a rank that is not primary, wait until its engine is in `state`.
 
         Args:
-            arguments: arguments of the client's call; the last argument is `timeout_s`.
+            what: name of the call, such as "pause".
+            state: the state of an engine after the call.
+            arguments: arguments for the client's method; the last one is `timeout_s`.
         """
         if self._job is None:
             raise RuntimeError(_PAUSE_IS_DIRECT.format(what))
@@ -103,12 +111,13 @@ class LLMControl:
         entropy: bool = False,
         adapter: str | None = None,
     ) -> TokenScores:
-        """Score given sequences with this rank's engine; see `RolloutManager.score`. Running requests wait.
+        """Score the given sequences on this rank's engine; see `RolloutManager.score`. Running requests wait meanwhile.
 
         Raises:
             InvalidRequestError, ConfigError: see `RolloutManager.score`.
-            EngineStateError, EngineDeadError: the engine is paused, suspended or stopped, or dead.
-            RuntimeError: called on the loop's own thread.
+            EngineStateError: the engine is paused, suspended or stopped.
+            EngineDeadError: the engine is dead.
+            RuntimeError: the call came from the private loop's own thread.
         """
         self._loop.refuse_inside("score()")
         return Scorer(self.engine, lambda: self._long_call("score")).score(
@@ -121,11 +130,11 @@ class LLMControl:
         )
 
     def flush_prefix_cache(self) -> int:
-        """Evict cached blocks that no request uses, on every rank of a coordinator; return their number.
+        """Evict cached blocks that no request uses, on every rank of a coordinator; return the number of evicted blocks.
 
         Raises:
-            RuntimeError: not the primary rank: call `llm.engine.flush_prefix_cache()` for this rank's own.
-            ControlError: some engines, which it names, did not answer in time.
+            RuntimeError: this rank is not primary. `llm.engine.flush_prefix_cache()` evicts this rank's own blocks.
+            ControlError: some engines did not answer in time; the message names them.
         """
         self.refuse_unless_primary("flush_prefix_cache")
         if self._job is None:
@@ -136,10 +145,10 @@ class LLMControl:
     # --- weights and memory -----------------------------------------------------------------------------------------
 
     def weights_updated(self, version: int | None = None) -> int:
-        """Announce changed weights, on every rank; return the policy version, raised by 1 or to `version`.
+        """Announce changed weights; return the new policy version: `version`, or the current version + 1.
 
-        Also resumes what `before_optimizer_step` stopped; the optimizer hook calls both. Raises `ConfigError` for a
-        version below the current one.
+        Call it on every rank. It also resumes the steps that `before_optimizer_step` stopped; the optimizer hook calls
+        both methods. A version below the current one raises `ConfigError`.
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
@@ -152,10 +161,10 @@ class LLMControl:
         return self.engine.policy_version
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
-        """Stop before the weights change: no forward runs until `weights_updated`.
+        """Stop the steps before the weights change: no forward pass runs until `weights_updated`.
 
         Args:
-            mode: what happens to the KV cache; None: the configured mode. "persist" keeps it on the device.
+            mode: what happens to the KV cache; "persist" keeps it on the device. None: the configured mode.
         """
         self.refuse_in_group("before_optimizer_step")
         chosen = KVCacheManagementMode.parse(mode)
@@ -187,14 +196,14 @@ class LLMControl:
             self.engine.holds.release(UPDATE)
 
     def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
-        """Load a folder of safetensors into the module of every rank and announce it; return the policy version.
+        """Load a folder of safetensors into every rank's model and announce the update; return the policy version.
 
         Running requests continue under the new weights; no step runs during the call.
 
         Raises:
-            ConfigError: the folder does not fit the model, and nothing was changed; or `version` is too low.
-            ControlError: it does not fit or is missing on some of several ranks, which it names.
-            RuntimeError: not the primary rank.
+            ConfigError: the folder does not fit the model, or `version` is too low. No weight was changed.
+            ControlError: with several ranks: the folder does not fit or is missing on some; the message names them.
+            RuntimeError: this rank is not primary.
         """
         self.refuse_in_group("load_weights")
         if self._job is None or self._service.world_size == 1:
@@ -214,15 +223,16 @@ class LLMControl:
         The model, and requests that name no adapter, do not change.
 
         Args:
-            replace: replace a loaded adapter of that name. Its requests continue with the new adapter, and the policy
-                version rises by 1.
+            replace: whether to replace a loaded adapter of that name. Requests that use the old adapter continue with
+                the new one, and the policy version rises by 1.
 
         Raises:
             ConfigError: the name is in use and `replace` is False, or the adapter does not fit the model. Nothing was
                 changed.
-            ControlError: it does not fit or is missing on some ranks, which it names. No rank has the adapter then.
+            ControlError: the adapter does not fit or is missing on some ranks; the message names them. It is then
+                unloaded from all ranks.
             UnsupportedModelError: requests for this model cannot name adapters.
-            RuntimeError: not the primary rank.
+            RuntimeError: this rank is not primary.
         """
         self.refuse_in_group("load_lora_adapter")
         self.refuse_unless_primary("load_lora_adapter")
@@ -243,12 +253,12 @@ class LLMControl:
             )
 
     def unload_lora_adapter(self, name: str) -> int:
-        """Unload an adapter on every rank; return the number of its samples, which fail with `RequestAbortedError`.
+        """Unload an adapter on every rank. Samples that use it fail with `RequestAbortedError`; return their number.
 
         Raises:
             InvalidRequestError: no adapter of that name is loaded.
-            ControlError: some engines, which it names, did not answer in time.
-            RuntimeError: not the primary rank.
+            ControlError: some engines did not answer in time; the message names them.
+            RuntimeError: this rank is not primary.
         """
         self.refuse_unless_primary("unload_lora_adapter")
         with self._adapters_change:
@@ -265,7 +275,7 @@ class LLMControl:
         version: int,
         undo: Callable[[InferenceClient], Awaitable[object]] | None = None,
     ) -> int:
-        """Load on every rank, and announce the version; if only some ranks have loaded, `undo` it there."""
+        """Run `load` on every rank and announce `version`. If it fails on only some ranks, run `undo` on every rank."""
         self._loop.refuse_inside(f"{what}()")
         assert self._job is not None
         running, size = self.engine.state is EngineState.RUNNING, self._job.world_size

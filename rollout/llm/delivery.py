@@ -13,19 +13,21 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 DELTAS_PER_S = 1000
-"""Maximum pieces of text per second over all streams; above it a piece has several tokens. Over HTTP a piece costs 40 to 60
-µs of one core, mostly Python that delays the steps, and 25 µs of the client's core; in total about 5 % of the steps.
+"""The maximum number of pieces of text per second over all streams; faster tokens share a piece.
+
+Over HTTP a piece costs 40 to 60 µs of one core, mostly Python code that delays the steps, and 25 µs of the client's core. At
+the maximum rate this slows the steps by about 5 %.
 """
 
 _NOTHING_KNOWN = (0, 0, 0)
 
 Listener = RequestFuture | RequestStream
-"""A receiver of a group's tokens or samples, and of its end."""
+"""A receiver of a group's tokens or samples, told once when the group has finished or failed."""
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """An open group: request, listener, and finished samples."""
+    """An open group: its request, its listener and its finished samples."""
 
     number: int
     tokens: list[int]
@@ -35,24 +37,25 @@ class Group:
     interval: int
     arrival_time: float
     ends_at: float
-    """The deadline of the request, by `time.monotonic`."""
+    """The deadline of the request, in seconds of `time.monotonic`; infinite if there is none."""
     in_engine: int | None = None
-    """Request id in the engine; None: not queued yet."""
+    """The group's engine request id; None: the group is not queued in the engine yet."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     steps: int = 0
-    """Steps since tokens were last delivered."""
+    """The number of steps since tokens of this group were last delivered."""
     begun: bool = False
-    """Whether any tokens were delivered. The first tokens are never held back."""
+    """Whether any tokens were delivered. The first tokens are never delayed."""
     known: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Unfinished sample → delivered (tokens, version of the prompt, events)."""
+    """The delivered part of each unfinished sample: index → (number of tokens, policy version of the prompt, number of
+    events)."""
 
 
 class Delivery:
-    """The open groups of one engine, for the thread that steps it.
+    """The open groups of one engine. Only the thread that steps the engine calls the methods.
 
     Attributes:
-        groups: number → open group.
-        readers: wakes the readers of streams; flushed by `tell`."""
+        groups: group number → open group.
+        readers: wakes the readers of streams; `tell` flushes it."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
@@ -64,11 +67,11 @@ class Delivery:
 
     @property
     def num_streams(self) -> int:
-        """The number of streams whose group is in the engine."""
+        """The number of streams whose group is queued in the engine."""
         return len(self._streams)
 
     def queued(self, group: Group) -> None:
-        """Add a group that was queued in the engine, as `group.in_engine`."""
+        """Register a group that was queued in the engine under the request id `group.in_engine`."""
         assert group.in_engine is not None
         self._by_request[group.in_engine] = group
         if isinstance(group.listener, RequestStream) and not group.listener.whole:
@@ -76,7 +79,12 @@ class Delivery:
             group.known = dict.fromkeys(range(group.params.n), _NOTHING_KNOWN)
 
     def tell(self, ended: list[DynamicInferenceRequestRecord], *, everything: bool) -> None:
-        """Deliver the results of a step; `everything`: also tokens that are not due yet."""
+        """Deliver the results of a step.
+
+        Args:
+            ended: the records of the samples that finished in this step.
+            everything: whether to deliver also stream tokens that are not due yet.
+        """
         for record in ended:
             group = self._by_request.get(record.request_id)
             if group is not None:
@@ -124,7 +132,7 @@ class Delivery:
             stream.take(grown)
 
     def fail(self, group: Group, error: BaseException) -> None:
-        """Fail a group, also in the engine."""
+        """Fail a group: abort it in the engine and give the error to its listener."""
         self._forget(group)
         if (number := group.in_engine) is not None and len(group.ended) < group.params.n:
             self._engine.abort_request(number)

@@ -1,8 +1,8 @@
-"""In-process engine loop: one thread steps an engine, applies commands between steps, and `Delivery` delivers the results.
+"""In-process engine loop: one thread steps an engine, applies commands between steps and delivers results (`Delivery`).
 
 - Commands (open, abort, deadlines) are applied at step boundaries, even while the engine is paused or suspended.
 - Every opened group finishes once, with its samples or with an error that gives the reason.
-- The work at one boundary is bounded: new samples are queued in turns of `SAMPLES_AT_ONCE`.
+- The work at one boundary is bounded: about `SAMPLES_AT_ONCE` new samples are queued.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from rollout.threads.diagnosis import watch
 _log = logging.getLogger(__name__)
 
 SAMPLES_AT_ONCE = 256
-"""The maximum number of new samples queued at one step boundary, so that running samples are not delayed for long."""
+"""The number of new samples after which no further group is queued at a step boundary, so that running samples are not
+delayed for long."""
 SHUTDOWN_TIMEOUT_S = 30.0
-"""Seconds to wait for the current step when the loop is closed."""
+"""Seconds that `close` waits for the thread to finish its current step."""
 LOOK_S = 1.0
-"""The interval of checks for Ctrl-C while another rank of a group waits for the first rank's shutdown."""
+"""Seconds between two checks for Ctrl-C while a rank waits for the first rank of its tensor-parallel group to shut down."""
 CLOSED = "the LLM was closed: build another"
 
 
@@ -46,10 +47,10 @@ class EngineLoop:
     """A thread that steps one engine while it is RUNNING. Other threads may control the engine and call all methods.
 
     Attributes:
-        over: done when the thread has finished. Its exception is the reason if the engine died.
+        over: a future that is done when the thread has finished. If the engine died, the future has the error.
         readers: wakes the readers of streams.
-        is_primary: whether this rank takes requests.
-        world_size: number of engines that compute them."""
+        is_primary: whether this rank accepts requests.
+        world_size: the number of engines that compute the requests."""
 
     is_primary, world_size = True, 1
 
@@ -72,7 +73,7 @@ class EngineLoop:
         self._thread.start()
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines for `rollout.threads.diagnosis`."""
+        """Yield the lines that `rollout.threads.diagnosis` prints about this loop."""
         end = ", over" if self.over.done() else ", closed" if self._closed else ""
         yield (
             f"engine loop {self._thread.name!r}: {len(self._groups)} groups and {self._delivery.num_streams} streams open, "
@@ -111,8 +112,9 @@ class EngineLoop:
         """Queue a group; the listener receives its tokens and its result.
 
         Args:
-            tokens: the result of `DynamicInferenceEngine.check_request` for these parameters.
-            interval: steps between two deliveries to a stream. First tokens are delivered at once.
+            number: the caller's number of the group.
+            tokens: prompt tokens, as `DynamicInferenceEngine.check_request` returns them for `params`.
+            interval: number of steps between two deliveries to a stream. First tokens are delivered at once.
             timeout_s: seconds after which the group fails with `RequestTimeoutError`. None: never.
         """
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -145,13 +147,13 @@ class EngineLoop:
         return aborted
 
     def wake(self) -> None:
-        """Check the engine again, because its state has changed or it has new work."""
+        """Make the thread check the engine again, because its state has changed or it has new work."""
         with self._changed:
             self._moved = True
             self._notify()
 
     def _notify(self) -> None:
-        """Interrupt the thread's wait, or its current run of steps; the caller holds `_changed`."""
+        """Interrupt the thread's wait or its current run of steps. The caller must hold `_changed`."""
         self._changed.notify_all()
         self.engine.ask_for_boundary()
 
@@ -185,7 +187,7 @@ class EngineLoop:
             self.engine.lifecycle.refuse_when_stopped()
 
     def _wait(self) -> bool:
-        """Wait for work. False: the engine has stopped or the loop was closed."""
+        """Wait for work or a deadline. Return False if the engine has stopped or the loop was closed."""
         with self._changed:
             while not (self._commands or self._arrived or self._moved or self._closed or self._has_work()):
                 due = self._due()
@@ -196,7 +198,8 @@ class EngineLoop:
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
     def _due(self) -> float:
-        """Return the seconds until a deadline, or until other members of a group need a heartbeat."""
+        """Return the seconds until the next deadline of a group or the next heartbeat to other ranks; infinite if neither
+        is due."""
         beat = math.inf if self.engine.peers.leader is None else self._next_beat
         return min(self._next_deadline, beat) - time.monotonic()
 
@@ -207,7 +210,7 @@ class EngineLoop:
     def _steps(self) -> None:
         """Apply commands, and run steps until there is no work or another thread waits for the engine.
 
-        The module counts as unchanged between the steps, until the last step's results are delivered."""
+        Between these steps the engine does not check whether the module has changed."""
         engine = self.engine
         with engine.locked():
             self._apply()
@@ -273,7 +276,7 @@ class EngineLoop:
     # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail open groups, stop the engine and finish the thread. Idempotent."""
+        """Fail open groups, stop the engine and wait for the thread to finish. Idempotent."""
         with self._changed:
             self._closed = True
             self._notify()
@@ -309,7 +312,7 @@ class EngineLoop:
 
 
 class FollowerLoop(EngineLoop):
-    """A loop that follows the first rank until it shuts down and accepts no requests."""
+    """A loop on another rank of a tensor-parallel group: it follows the first rank's steps and accepts no requests."""
 
     is_primary = False
 
@@ -317,7 +320,7 @@ class FollowerLoop(EngineLoop):
         self.engine.parts.stepper.follow()
 
     def close(self) -> None:
-        """Wait until the first rank has shut down, because it cannot compute without this rank. Idempotent."""
+        """Wait until the first rank has shut down, which cannot compute without this rank. Idempotent."""
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
         self._closed = True

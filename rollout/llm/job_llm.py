@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from rollout.server.server import Server
 
 CONNECT_TIMEOUT_S = 60.0
-"""The deadline for a connection to the job's coordinator, in seconds."""
+"""Seconds within which the job's coordinator must accept the connection."""
 
 
 class JobLLM(LLMRequests):
-    """An `LLM` in front of all ranks of a training job, next to its loop.
+    """An `LLM` in front of all ranks of a training job, next to the training loop.
 
     Requests are computed while the ranks are in `generate`, `as_completed` or `run`, and wait otherwise. They stay open
-    across weight updates: every token has its policy version. No rank waits for them, and no batch contains them. Build one
-    on any rank; close it before the manager. If the coordinator is lost, all requests fail with `ConnectionLostError`; once
-    the job has another coordinator, build another `JobLLM`.
+    across weight updates: every token has its policy version. No rank waits for them, and no batch contains them.
+
+    Build a `JobLLM` on any rank, and close it before the manager. If the coordinator is lost, all requests fail with
+    `ConnectionLostError`; once the job has another coordinator, build another `JobLLM`.
 
     Raises:
         EngineStateError: the manager is closed, or has no coordinator (see `RolloutManager.client`).
@@ -46,10 +47,11 @@ class JobLLM(LLMRequests):
         super().__init__(manager.engine, loop, JobRequests(manager.engine, loop, self._client))
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
-        """Serve like `LLM.serve`, in front of all ranks; by default it returns at once, and the training loop continues.
+        """Serve like `LLM.serve`, in front of all ranks. By default the call returns at once, so training continues.
 
         Raises:
-            ConfigError: with `ServerConfig.admin`: the training loop controls weights and engines.
+            ConfigError: `ServerConfig.admin` is on, but only the training loop may control weights and engines; or see
+                `LLM.serve`.
         """
         if config is not None and config.admin:
             raise ConfigError(
@@ -59,7 +61,7 @@ class JobLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests of this object (None); returns their number."""
+        """Abort one request, or all open requests of this object (None); return the number of aborted requests."""
         self.loop.refuse_inside("abort()")
         return self.service.abort(None if request_id is None else [request_id]).result()
 

@@ -4,7 +4,7 @@
     AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and takes requests
 
 The model is sampled in place, on a separate thread. Every accepted request finishes with samples or one error. Change the
-module only while no request runs: in `suspended`, or by `trainer_hooks.optimizer.attach(optimizer, llm)`.
+weights only while no step runs: in `suspended`, or with `trainer_hooks.optimizer.attach(optimizer, llm)`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM(LLMRequests):
-    """Generation for asyncio, from any event loop. Construct it like `LLM`. No method blocks the caller's loop."""
+    """Generation for asyncio code, from any event loop. Construct it like `LLM`. No method blocks the caller's loop."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class AsyncLLM(LLMRequests):
         self._control.admit(what)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests (None); return their number."""
+        """Abort one request, or all open requests (None); return the number of aborted requests."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort(numbers))
 
@@ -121,12 +121,13 @@ class AsyncLLM(LLMRequests):
         """Pause every engine at its next step boundary; on a rank that is not primary, wait until its engine is paused.
 
         Args:
-            timeout_s: deadline of this and of `unpause`, `suspend` and `resume`; None: `control_timeout_s`.
+            timeout_s: seconds within which every engine must be paused; None: the engine's `control_timeout_s`. The same
+                holds for `unpause`, `suspend` and `resume`.
 
-        Raises (the other three too):
-            RuntimeError: direct mode, which has no coordinator.
-            ControlError: not allowed now, or some engines, which it names, did not answer in time.
-            DeadlineError: no result in time.
+        Raises (`unpause`, `suspend` and `resume` raise the same errors):
+            RuntimeError: this LLM runs in direct mode, which has no coordinator.
+            ControlError: the call is not allowed now, or some engines did not answer in time; the message names them.
+            DeadlineError: there was no result in time.
         """
         await self._control.relay("pause", EngineState.PAUSED, timeout_s)
 
@@ -135,15 +136,18 @@ class AsyncLLM(LLMRequests):
         await self._control.relay("unpause", EngineState.RUNNING, timeout_s)
 
     async def suspend(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Suspend the KV cache of every paused engine; `mode` None: each engine's configured mode."""
+        """Suspend the KV cache of every paused engine. `mode` is what happens to the cache; None: the configured mode."""
         await self._control.relay("suspend", EngineState.SUSPENDED, mode, timeout_s)
 
     async def resume(self, timeout_s: float | None = None) -> None:
-        """Restore the KV cache of every suspended engine, which is paused afterwards."""
+        """Restore the KV cache of every suspended engine and leave the engine paused."""
         await self._control.relay("resume", EngineState.PAUSED, timeout_s)
 
     async def set_policy_version(self, version: int | None = None) -> int:
-        """Announce changed weights on all ranks, from the primary one: policy versions move by 1, or to `version`."""
+        """Announce changed weights on all ranks; return the new policy version: `version`, or the current version + 1.
+
+        With a coordinator, call it on the primary rank.
+        """
         chosen = self.policy_version + 1 if version is None else version
         self._control.refuse_in_group("set_policy_version")
         if not isinstance(self._service, EngineService):
@@ -163,7 +167,7 @@ class AsyncLLM(LLMRequests):
 
     @asynccontextmanager
     async def suspended(self, mode: Mode = None) -> AsyncIterator[None]:
-        """Suspend like `LLM.suspended`, for `async with`."""
+        """Suspend like `LLM.suspended`, but for an `async with` block."""
         held = ExitStack()
         try:
             await on_thread(held.enter_context, self._control.suspended(mode))
@@ -173,7 +177,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def blocking(self) -> LLMControl:
-        """The same calls for code that cannot await, such as the optimizer hook from `attach(optimizer, llm)`."""
+        """The control calls for code that cannot await, such as the optimizer hook from `attach(optimizer, llm)`."""
         return self._control
 
     @property
@@ -183,8 +187,8 @@ class AsyncLLM(LLMRequests):
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that admit a process to the job, without the coordinator's own secret. None: direct mode, or a coordinator on
-        loopback. Share them in a file that only its user can read (`JobKeys.serialize`).
+        """The keys that admit a process to the job, without the coordinator's secret key. Share them in a file that only
+        its owner can read (`JobKeys.serialize`). None in direct mode, and if the coordinator uses no keys (on loopback).
         """
         keys = self._service.member.coordinator.keys if isinstance(self._service, EngineService) else None
         return None if keys is None else keys.client_side()
@@ -192,13 +196,13 @@ class AsyncLLM(LLMRequests):
     def client(self, name: str = "agent") -> InferenceClient:
         """Return another client of the coordinator, on any rank: `async with llm.client() as client`.
 
-        In another process: `InferenceClient(llm.coordinator_address, keys=llm.coordinator_keys)`.
+        In another process, use `InferenceClient(llm.coordinator_address, keys=llm.coordinator_keys)`.
 
         Args:
-            name: shown in logs and in `rollout top`.
+            name: the client's name in logs and in `rollout top`.
 
         Raises:
-            EngineStateError: direct mode, or closed.
+            EngineStateError: this LLM runs in direct mode, or it is closed.
         """
         if not isinstance(self._service, EngineService) or self._service.closed:
             why = "it was closed" if self._service.closed else "direct mode has no coordinator to connect to"
@@ -213,7 +217,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def world_size(self) -> int:
-        """The number of engines that compute for this LLM: 1 in direct mode, every rank's with a coordinator."""
+        """The number of engines that compute for this LLM: 1 in direct mode, one per rank with a coordinator."""
         return self._service.world_size
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
@@ -226,11 +230,14 @@ class AsyncLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     async def wait_for_shutdown(self, timeout_s: float | None = None) -> None:
-        """Wait until this rank's engine has stopped, after a `close` here or on the primary rank.
+        """Wait until this rank's engine has stopped, because `close` was called on this rank or on the primary rank.
+
+        Args:
+            timeout_s: seconds to wait. None: no limit.
 
         Raises:
-            DeadlineError: it has not stopped within `timeout_s`.
-            EngineDeadError, ConnectionLostError: it stopped because of this error.
+            DeadlineError: the engine has not stopped within `timeout_s`.
+            EngineDeadError, ConnectionLostError: the engine stopped because of this error.
         """
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._service.over)), timeout_s)
@@ -238,7 +245,7 @@ class AsyncLLM(LLMRequests):
             raise _too_late(timeout_s) from exc
 
     async def close(self) -> None:
-        """Fail open requests and stop the engine; on the primary rank, every rank's engine. Idempotent."""
+        """Fail open requests and stop this rank's engine; on the primary rank, stop every rank's engine. Idempotent."""
         await asyncio.to_thread(self._close)
 
     shutdown = close
@@ -261,21 +268,25 @@ class AsyncLLM(LLMRequests):
 
 
 class LLM:
-    """Generation for blocking code, also inside a running event loop (Jupyter's). Derived from an `AsyncLLM`.
+    """Generation for blocking code, even inside a running event loop such as Jupyter's. It wraps an `AsyncLLM`.
 
     Args:
-        model: the Hugging Face causal model, sampled in place; or the folder of one, which is loaded.
-        tokenizer: its tokenizer; None: the folder's, or none, if prompts are token ids and no text is needed.
-        inference_config: None: defaults.
-        use_coordinator: start one coordinator process for all ranks; every rank builds its LLM, rank 0 is primary.
-        coordinator_host, coordinator_port: where the coordinator listens; None: loopback (across hosts: the address
-            that the others reach, with keys), and a free port.
-        coordinator_config: all its options, instead of host and port.
+        model: a Hugging Face causal model, which is sampled in place; or a folder with one, which is loaded.
+        tokenizer: the model's tokenizer. None: the tokenizer in the folder; for a model object no tokenizer, so prompts
+            must be token ids and samples have no text.
+        inference_config: options of the engine; None: the defaults.
+        use_coordinator: whether to start one coordinator process for all ranks. Every rank then builds its LLM, and rank 0
+            is primary.
+        coordinator_host: address that the coordinator listens on. None: loopback; if the ranks are on several hosts, the
+            address that the other hosts reach, protected by keys.
+        coordinator_port: port that the coordinator listens on; None: a free port.
+        coordinator_config: all options of the coordinator, in place of host and port.
 
     Raises:
-        ConfigError: host, port or options of a coordinator without `use_coordinator`, or host or port next to options.
-        UnsupportedModelError: the engine cannot sample from the model as it is; says why.
-        DeadlineError: the ranks have not found each other.
+        ConfigError: coordinator options were given without `use_coordinator`, or host or port together with
+            `coordinator_config`.
+        UnsupportedModelError: the engine cannot sample from the model as it is; the message gives the reason.
+        DeadlineError: the other ranks did not build their LLM in time.
     """
 
     def __init__(
@@ -309,7 +320,7 @@ class LLM:
         on_error: OnError = "raise",
         **fields: Any,
     ) -> Samples:
-        """Sample like `AsyncLLM.generate`, but always return a list. Ctrl-C aborts the requests."""
+        """Sample completions like `AsyncLLM.generate`, but always return a list. Ctrl-C aborts the requests."""
         results = self._run(
             self._inner.generate(prompts, sampling_params, priority=priority, timeout_s=timeout_s, on_error=on_error)
         )

@@ -1,4 +1,4 @@
-"""Requests to engines through a service, for any kind of service, and HTTP in front of it."""
+"""The request methods that `AsyncLLM` and `JobLLM` share: prompts to a service that computes them, and an HTTP server."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ class Service(Protocol):
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """Submit a group (number, tokens, params, listener, **options). The listener gets tokens and result."""
+        """A method (number, tokens, params, listener, **options) that submits a group. The listener receives the group's
+        tokens and result."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """Abort these groups, or all (None); return the number of groups that were open."""
+        """Abort the groups with these numbers, or all groups (None); return the number of groups that were open."""
 
 
 class LLMRequests:
     """The common part of `AsyncLLM` and `JobLLM`: requests to a service, properties of the engine, and HTTP.
 
     Attributes:
-        loop: the private event loop on its thread.
-        service: computes the requests.
+        loop: the private event loop, which runs on its own thread.
+        service: the backend that computes the requests.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, service: Service) -> None:
@@ -65,7 +66,7 @@ class LLMRequests:
         self._server: Server | None = None
 
     def _admit(self, what: str) -> None:
-        """Raise an error if this call cannot be served now."""
+        """Raise an error if the method named `what` cannot be called now."""
 
     @takes_options
     def submit(
@@ -78,22 +79,22 @@ class LLMRequests:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> RequestFuture:
-        """Submit one prompt and return a future of its n samples; from any thread.
+        """Submit one prompt and return a future of its n samples. Any thread may call this.
 
         Args:
-            priority: requests with a higher priority run first, those of equal priority in order of arrival.
+            priority: requests with a higher priority run first; requests of equal priority run in order of arrival.
             timeout_s: seconds after which the request fails. None: never.
-            fields: fields of `SamplingParams` in place of `sampling_params`: `submit(prompt, n=8)`.
+            fields: `SamplingParams` fields in place of `sampling_params`: `submit(prompt, n=8)`.
 
         Returns:
             A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It fails
-            with a `RequestError` (aborted, timed out), or with `ConnectionLostError` if engine or coordinator are lost. A
-            sample that failed alone is in the list, with its `error`.
+            with a `RequestError` if the request is aborted or times out, and with `ConnectionLostError` if the engine or
+            the coordinator is lost. If only one sample fails, the list still contains it, with its `error` set.
 
         Raises:
             InvalidRequestError: the prompt can never be served; nothing was queued.
-            RuntimeError: not the primary rank.
-            WeightsChangedError: weights changed without an announced update; checked only while no request runs.
+            RuntimeError: this rank is not primary.
+            WeightsChangedError: weights changed without an announced update. This is checked only while no request runs.
             EngineStateError, EngineDeadError, ConnectionLostError: requests are no longer served.
         """
         self._admit("submit")
@@ -117,10 +118,11 @@ class LLMRequests:
 
         Args:
             priority, timeout_s: see `submit`.
-            interval: tokens of a sample per piece, after the first; more while the reader is busy, or if all streams
-                together would have more than 1,000 pieces per second. None: each sample as a whole, when all have finished.
+            interval: number of tokens per piece after the first piece. A piece has more while the reader is busy, or if
+                all streams together would exceed 1,000 pieces per second. None: deliver whole samples once all have
+                finished.
 
-        Raises: as `submit`; later errors are raised by the iteration.
+        Raises: the same errors as `submit`; the iteration raises later errors.
         """
         self._admit("stream")
         (params,) = one_each(sampling_params, 1)
@@ -179,16 +181,17 @@ class LLMRequests:
         """Sample completions. Cancelling the task aborts the requests.
 
         Args:
-            prompts: a text, token ids, chat messages, or a list of one of these; `[]` gives `[]`.
-            sampling_params: for all prompts, or one per prompt.
-            priority, timeout_s, fields: as in `submit`, for every prompt.
-            on_error: `raise`: raise the first failure, once all have finished. `return`: failed samples have their `error`.
+            prompts: a text, token ids, chat messages, or a list of one of these; `[]` returns `[]`.
+            sampling_params: one object for all prompts, or a sequence with one object per prompt.
+            priority, timeout_s, fields: see `submit`; they apply to every prompt.
+            on_error: "raise": raise the first failure, once all requests have finished. "return": return failed samples
+                with their `error` set.
 
         Returns:
-            One request for a single prompt and n = 1, else a list: prompts in order, each with its samples.
+            One sample for a single prompt with n = 1; otherwise a list of all samples, in order of the prompts.
 
-        Raises: as `submit`, and
-            TypeError: `prompts` are something else.
+        Raises: the same errors as `submit`, and
+            TypeError: `prompts` has another type.
             RequestError: `on_error="raise"` and a sample failed.
         """
         if on_error not in ("raise", "return"):
@@ -226,12 +229,12 @@ class LLMRequests:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The number of ranks that compute each forward together, each with a shard of the weights."""
+        """The number of ranks that compute each forward pass together, each with a shard of the weights."""
         return 1 if self.engine.peers.group is None else len(self.engine.peers.group.ranks)
 
     @property
     def max_sequence_length(self) -> int:
-        """The maximum length of prompt + completion, in tokens, that model and KV pool allow."""
+        """The maximum length of prompt plus completion, in tokens, that the model and the KV cache allow."""
         allocator = self.context.allocator
         return min(self.engine.parts.max_sequence_length, allocator.num_blocks * allocator.block_size)
 
@@ -246,21 +249,22 @@ class LLMRequests:
 
     @property
     def lora_adapters(self) -> dict[str, str]:
-        """Name → folder of each loaded LoRA adapter (`SamplingParams.adapter`)."""
+        """The loaded LoRA adapters: name (for `SamplingParams.adapter`) → folder."""
         return self.engine.adapters.folders
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
         """Serve an OpenAI-compatible API (`rollout.server`) from this process, on the private loop.
 
         Args:
-            config: address, key, limits; None: loopback, port 8000.
-            blocking: wait until Ctrl-C or SIGTERM, then stop the server. False: return; see `Server.url`, `Server.close()`.
+            config: address, key and limits of the server; None: the defaults, on loopback at port 8000.
+            blocking: whether to wait until Ctrl-C or SIGTERM and then stop the server. False: return at once; use
+                `Server.url` and `Server.close()`.
 
         Raises:
-            RuntimeError: not the primary rank (without a coordinator every rank is: each serves its own engine, on its own
-                port), or served already; or an `AsyncLLM` would wait in a running loop.
-            EngineStateError, EngineDeadError, ConnectionLostError: no request is served any more.
-            ConfigError: the address is in use or not this machine's, or a package for serving is not installed.
+            RuntimeError: this rank is not primary, or this LLM is served already. Without a coordinator every rank is
+                primary and serves its own engine, on its own port.
+            EngineStateError, EngineDeadError, ConnectionLostError: requests are no longer served.
+            ConfigError: the address is in use or not an address of this machine, or a required package is not installed.
         """
         self._admit("serve")
         self.refuse_when_over()

@@ -1,11 +1,13 @@
-"""Requests through a client of a coordinator, and the engine thread of an `LLM` that is one rank of its job.
+"""Requests through a coordinator client, and the engine thread of an `LLM` that is one rank of the coordinator's job.
 
-    private loop    client and connections
-    engine thread   the engine's steps, while there are any
-    apply thread    the coordinator's messages, at the next step boundary (`rollout.distributed.worker.worker`)
+Three threads work:
 
-Every accepted group is reported to its listener once; calls to a closed service fail immediately; `close` leaves no thread
-and no process.
+    private loop    runs the client and the connections
+    engine thread   runs the engine's steps, while there is work
+    apply thread    applies the coordinator's messages at the next step boundary (`rollout.distributed.worker.worker`)
+
+Every accepted group is reported to its listener once. Calls to a closed service fail immediately. `close` stops all threads
+and processes that the service started.
 """
 
 from __future__ import annotations
@@ -43,15 +45,19 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 30.0
-"""Seconds for all engines to stop."""
+"""Seconds to wait for all engines to stop."""
 RECONNECT_TIMEOUT_S = 10.0
-"""Short, because a lost coordinator is not replaced."""
+"""Seconds to try to reconnect to a lost coordinator; short, because the coordinator of an `LLM` is not replaced."""
 JOIN_POLL_S = 0.05
 """Seconds between two checks of which ranks have joined."""
 
 
 class JobRequests:
-    """The open groups of a connected client, for any thread. `client` None: this rank takes no requests."""
+    """The open groups of a connected client. Any thread may call the methods.
+
+    Args:
+        client: a connected client; None: this rank accepts no requests.
+    """
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, client: InferenceClient | None = None) -> None:
         self.engine = engine
@@ -82,7 +88,7 @@ class JobRequests:
     def open_group(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, **options: Any
     ) -> None:
-        """Open a group as `Service.open_group` does, with the `options` of `ClientSession.submit`."""
+        """Open a group as `Service.open_group` does; `options` are the keyword arguments of `ClientSession.submit`."""
         self.refuse_when_over()
         self._groups[number] = None
         try:
@@ -132,7 +138,11 @@ class JobRequests:
     # --- control calls ----------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start a control call of the client on the private loop; raise `EngineStateError` if there is no client."""
+        """Start the coroutine `ask(client)`, a control call, on the private loop.
+
+        Raises:
+            EngineStateError: there is no client, or the service is closed.
+        """
         return self._start(ask(self._the_client()))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -153,18 +163,18 @@ def _grown(stream: RequestStream, group: OpenGroup, stretch: Stretch) -> None:
 
 
 class EngineService(JobRequests):
-    """The client, worker and engine thread of one `LLM`, which run from construction on.
+    """The client, worker and engine thread of one `LLM`. They start when the service is built.
 
     Args:
-        coordinator: options of the coordinator, which is a separate process for all ranks of the job.
+        coordinator: options of the coordinator, one separate process for all ranks of the job.
 
     Attributes:
-        is_primary: whether this rank takes requests.
-        member: this rank of the job.
-        over: done when the engine's thread has finished. Its exception is the reason if the engine died.
+        is_primary: whether this rank accepts requests.
+        member: this rank's membership in the job: its worker, client and connection to the coordinator.
+        over: a future that is done when the engine's thread has finished. If the engine died, the future has the error.
 
     Raises:
-        DeadlineError: the ranks have not found each other.
+        DeadlineError: the other ranks did not build their LLM in time.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, coordinator: CoordinatorConfig) -> None:
@@ -196,9 +206,9 @@ class EngineService(JobRequests):
         )
 
     def control_all(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start a control call that must reach every rank: `ask` is called once all have joined.
+        """Start a control call that must reach every rank: `ask` is called once all ranks have joined.
 
-        The future raises `DeadlineError` if a rank has not joined within the engine's `control_timeout_s`."""
+        The returned future raises `DeadlineError` if a rank has not joined within the engine's `control_timeout_s`."""
 
         async def when_joined(client: InferenceClient) -> T:
             if not self._all_joined:
@@ -242,7 +252,7 @@ class EngineService(JobRequests):
     # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop everything that this service has started; on the primary rank, the engines of all ranks. Idempotent."""
+        """Stop all that this service has started; on the primary rank, also stop the engines of all ranks. Idempotent."""
         with self._closing:
             if self._closed:
                 return
@@ -269,7 +279,7 @@ async def _end_job(client: InferenceClient) -> None:
 
 
 async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
-    """Wait until the coordinator has `size` ranks."""
+    """Wait until `size` ranks have joined the coordinator; raise `DeadlineError` after `timeout_s` seconds."""
     end = time.monotonic() + timeout_s
     while len(ranks := (await client.status())["ranks"]) < size:
         if time.monotonic() > end:
@@ -284,7 +294,11 @@ async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
 def options_of_coordinator(
     wanted: bool, host: str | None, port: int | None, config: CoordinatorConfig | None
 ) -> CoordinatorConfig | None:
-    """Return the coordinator options of an `LLM`; None if `wanted` is False. `ConfigError` if they contradict."""
+    """Return the coordinator options of an `LLM`, or None if `wanted` is False.
+
+    Raises:
+        ConfigError: host, port or `config` was given although `wanted` is False, or host or port together with `config`.
+    """
     given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if not wanted:

@@ -1,10 +1,11 @@
-"""Builds the ASGI application over one LLM: routes and OpenAPI description.
+"""Builds the ASGI application of one LLM: routes and OpenAPI description.
 
 - /v1/chat/completions  /v1/completions  /v1/models    OpenAI's API, with additional fields
 - /inference/v1/generate  /tokenize                    token ids in and out, as in vLLM
 - /health  /ping                                       for monitoring; these require no key
-- /metrics  /docs  /openapi.json                       for Prometheus; a page of all routes, and its source
-- /pause  /resume  /update_weights  …                  only if `ServerConfig.admin` is on
+- /metrics                                             metrics for Prometheus
+- /docs  /openapi.json                                 a page that describes all routes, and its JSON source
+- /pause  /resume  /update_weights  …                  control of the engines; only if `ServerConfig.admin` is on
 """
 
 from __future__ import annotations
@@ -53,11 +54,15 @@ _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, AbortRequests,
     UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
-"""The bodies that endpoints parse themselves, so that FastAPI does not document them."""
+"""The request bodies that endpoints parse themselves. FastAPI does not document these, so `openapi` adds them."""
 
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
-    """Build the application; `app.state.serving` is the state shared by its endpoints.
+    """Build the application; `app.state.serving` is the state that its endpoints share.
+
+    Args:
+        llm: the `LLM`, `AsyncLLM` or `JobLLM` to serve.
+        config: options of the server; None: the defaults.
 
     Raises:
         ConfigError: the chat template cannot be read.
@@ -123,7 +128,7 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
     # Match the whole path: a model name may contain slashes, which some clients send unescaped.
     @app.get("/v1/models/{model:path}", tags=["models"])
     async def model(model: str) -> dict[str, Any]:
-        """Return a model by its name."""
+        """Return the served model or a LoRA adapter by its name."""
         return described(serving.adapter_of(model) or serving.model_name)
 
 
@@ -131,10 +136,10 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
     """Register `/health`, its alias `/ping`, and `/metrics`."""
 
     async def health() -> Response:
-        """Return `status` and `policy_version`: 200 while the engine is alive, even if paused or suspended, else 503.
+        """Return `status` and `policy_version`, with HTTP status 200 while the engine is alive, otherwise 503.
 
-        The status is a state of the engine (`running`, `paused`, `suspended`, …), `dead` or `coordinator_lost`. Requires no
-        key."""
+        `status` is the engine's state (`running`, `paused`, `suspended`, …), `dead` or `coordinator_lost`. A paused or
+        suspended engine is alive. The route requires no key."""
         status, alive = _health(serving.llm)
         reply = {"status": status, "policy_version": serving.llm.policy_version}
         return JSONResponse(reply, 200 if alive else 503)
@@ -165,7 +170,7 @@ async def _tell(_: Request, exc: Exception) -> Response:
 
 
 class _DescribedApp(FastAPI):
-    """A FastAPI application that documents all errors once. It has no 422, because an invalid body is a 400 here."""
+    """A FastAPI application that documents all errors once. It never replies with 422: an invalid body is a 400."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema:
@@ -213,7 +218,7 @@ def _own_name(model: Any) -> str:
 
 
 def _template(given: str | None) -> str | None:
-    """Return a template's text: `given` itself, or the content of the file at this path."""
+    """Return the text of a chat template: `given` itself if it is a template, otherwise the content of the file `given`."""
     if given is None or any(mark in given for mark in "{}\n"):
         return given
     try:

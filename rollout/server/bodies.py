@@ -1,4 +1,4 @@
-"""Reads and parses request bodies: bounded in size and time, large ones in a thread, off the event loop."""
+"""Reads and parses request bodies, with limits on size and time. A large body is parsed in a thread, off the event loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollout.server.serving import Serving, or_disconnected
 MAX_BODY_BYTES = 32 * 2**20
 """The maximum size of a body, in bytes."""
 LARGE = 32 * 1024
-"""Bytes from which a body is parsed in a thread, so that other clients' streams are not blocked."""
+"""The size in bytes from which a body is parsed in a thread, so that it does not delay other clients' streams."""
 
 
 def _described(schema: dict[str, Any]) -> None:
-    """Allow nulls; describe options as `SamplingParams` describes them."""
+    """Add to a JSON schema that fields may be null, and the descriptions of the options that `SamplingParams` also has."""
     schema["additionalProperties"] = {"type": "null"}
     documented = documentation(SamplingParams)
     for name, option in schema.get("properties", {}).items():
@@ -33,7 +33,7 @@ def _described(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object. Null stands for the default, and is also allowed in unknown fields."""
+    """A JSON object. A null means the default, and is allowed even in unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -56,10 +56,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def body_of(serving: Serving, request: Request, model: type[Model], *, required: bool = True) -> Model:
-    """Read, parse and validate the body of a request. Unless it is `required`, a missing body has the defaults.
+    """Read, parse and validate the body of a request. If it is not `required`, a missing body means all defaults.
 
     Raises:
-        ApiError: 400, the body does not fit `model`; 408, it arrived too slowly; 413, it exceeds `MAX_BODY_BYTES`.
+        ApiError: 400: the body does not fit `model`; 408: it arrived too slowly; 413: it exceeds `MAX_BODY_BYTES`.
         ClientGoneError: the client disconnected.
     """
     text = await _read(serving, request)
@@ -103,13 +103,13 @@ def _parsed(model: type[Model], text: bytes) -> Model:
 
 
 async def off_the_loop(request: Request, size: int, work: Callable[[], T]) -> T:
-    """Run work whose duration grows with the body: inline for a small body, else in a thread. Return its result.
+    """Run `work` and return its result; run it in a thread if the body is large, because it takes longer then.
 
-    Raises `ClientGoneError` if the client disconnects before the thread has ended.
+    Raises `ClientGoneError` if the client disconnects before the thread has finished.
 
     Args:
         request: a request whose body has been read.
-        size: size of the body in bytes.
+        size: size of the body, in bytes.
     """
     return work() if size < LARGE else await or_disconnected(request, asyncio.to_thread(work))
 

@@ -1,11 +1,11 @@
-"""Control routes under vLLM's names, registered if `ServerConfig.admin` is on; each acts on the engines of all ranks.
+"""Control routes with the same names as vLLM's, registered if `ServerConfig.admin` is on. Each acts on all ranks' engines.
 
     /pause  /resume  /is_paused  /sleep  /wake_up  /is_sleeping
     /abort_requests  /reset_prefix_cache  /update_weights  /update_weight_version
     /v1/load_lora_adapter  /v1/unload_lora_adapter  /server_info  /get_world_size
 
-A route replies after its call has completed. A call that the engine does not allow in its current state is a 409 with the
-engine's message.
+A route replies once its call has completed. If the engine's current state does not allow the call, the reply is a 409 with
+the engine's message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout.server.serving import Serving
 from rollout.state import EngineState, KVCacheManagementMode
 
 ABORT_TIMEOUT_S = 5.0
-"""Seconds for which a pause by abort waits until the clients of aborted requests have their replies."""
+"""Seconds that a pause with mode `abort` waits for the aborted requests' replies to be sent."""
 
 OpenRequests = Annotated[
     Literal["keep", "wait", "abort"],
@@ -43,44 +43,44 @@ class UpdateWeightsRequest(Body):
     """Body of `/update_weights`."""
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
-    """Folder of safetensors on the server's machine, written by `save_pretrained`."""
+    """Folder of safetensors on the server's machine, as written by `save_pretrained`."""
     version: int | None = Field(None, ge=0, le=MAX_VERSION)
     """New policy version, at least the current one. Default: the current one plus 1."""
 
 
 class WeightVersionRequest(Body):
-    """Body of `/update_weight_version`: the program that owns the model has changed its weights."""
+    """Body of `/update_weight_version`, which announces that the program that owns the model has changed the weights."""
 
     new_version: (
         Annotated[int, Field(ge=0, le=MAX_VERSION)] | Annotated[str, StringConstraints(pattern="^[0-9]{1,18}$")] | None
     ) = None
-    """New policy version, at least the current one. Default: the current one plus 1. Cached KV is dropped either way."""
+    """New policy version, at least the current one. Default: the current one plus 1. Cached KV is dropped in both cases."""
 
 
 class AbortRequests(Body):
     """Body of `/abort_requests`."""
 
     request_ids: Annotated[list[Text], Field(max_length=4096)] | None = None
-    """Ids of replies: `request_id` of `/inference/v1/generate`, `id` of the others. Null or empty: all requests over HTTP.
-    """
+    """Ids of the replies to abort: `request_id` in replies of `/inference/v1/generate`, `id` in other replies. Null or
+    empty: all requests over HTTP."""
 
 
 class LoadAdapterRequest(Body):
-    """Body of `/v1/load_lora_adapter`. Other fields of vLLM are ignored."""
+    """Body of `/v1/load_lora_adapter`. Other vLLM fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     lora_name: Text
-    """Name of the adapter as the `model` of requests, without whitespace and '='."""
+    """Name of the adapter, which requests give as their `model`; without white space and '='."""
     lora_path: Annotated[str, Field(min_length=1, max_length=3072)]
-    """Folder on the server's machine, written by PEFT's `save_pretrained`."""
+    """Folder on the server's machine, as written by PEFT's `save_pretrained`."""
     load_inplace: bool = False
-    """true: replace a loaded adapter of that name, whose requests continue with the new one under the next policy version.
-    Otherwise a loaded adapter of that name is an error."""
+    """true: replace a loaded adapter of that name; its requests continue with the new adapter under the next policy version.
+    false: a loaded adapter of that name is an error."""
 
 
 class UnloadAdapterRequest(Body):
-    """Body of `/v1/unload_lora_adapter`. Other fields of vLLM are ignored."""
+    """Body of `/v1/unload_lora_adapter`. Other vLLM fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -88,7 +88,8 @@ class UnloadAdapterRequest(Body):
 
 
 Reply = dict[str, Any]
-"""`state` and `policy_version` after the call, `aborted` requests, `flushed_blocks` of KV."""
+"""The reply of a control route: the engine's `state` and `policy_version` after the call, the number of `aborted` requests,
+and the number of evicted KV blocks (`flushed_blocks`)."""
 
 
 def add_control_routes(app: FastAPI, serving: Serving) -> None:
@@ -109,7 +110,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/resume")
     async def resume() -> Reply:
-        """Continue every engine, including sleeping ones."""
+        """Resume every engine, even if it sleeps."""
         return await control.go_on()
 
     @router.get("/is_paused")
@@ -119,7 +120,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/sleep")
     async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> Reply:
-        """Pause and release the KV memory. Level 1 keeps the KV on the host; level 2 computes it again later."""
+        """Pause every engine and release its KV memory. Level 1 keeps the KV on the host; level 2 recomputes it later."""
         await control.pause(mode)
         if llm.state == EngineState.PAUSED:
             await control.ask(
@@ -134,7 +135,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
             Query(description="What to restore; weights are never released. Without: all."),
         ] = None,
     ) -> Reply:
-        """Restore the KV memory and continue, unless `tags` excludes the KV cache."""
+        """Restore the KV memory and resume the engines, unless `tags` excludes the KV cache."""
         return control.now() if tags and "kv_cache" not in tags else await control.go_on()
 
     @router.get("/is_sleeping")
@@ -156,14 +157,14 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/update_weights", openapi_extra=documented_body(UpdateWeightsRequest))
     async def update_weights(request: Request) -> Reply:
-        """Load the weights of a folder of safetensors; running requests continue under them."""
+        """Load the weights in a folder of safetensors; running requests continue with them."""
         order = await body_of(serving, request, UpdateWeightsRequest)
         await control.ask(llm.load_weights, order.weight_dir, order.version)
         return control.now()
 
     @router.post("/update_weight_version", openapi_extra=documented_body(WeightVersionRequest, required=False))
     async def update_weight_version(request: Request) -> Reply:
-        """Announce that the weights of every engine have changed: later tokens carry the new policy version."""
+        """Announce that the weights of every engine have changed. Tokens sampled later have the new policy version."""
         version = (await body_of(serving, request, WeightVersionRequest, required=False)).new_version
         await control.ask(llm.set_policy_version, None if version is None else int(version))
         return control.now()
@@ -172,13 +173,13 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
     @router.post("/v1/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
     @router.post("/load_lora_adapter", openapi_extra=documented_body(LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Reply:
-        """Load a LoRA adapter from a folder on every rank: requests name it as their `model`."""
+        """Load a LoRA adapter from a folder on every rank. Requests use it by giving its name as their `model`."""
         return await control.load_adapter(await body_of(serving, request, LoadAdapterRequest))
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
     @router.post("/unload_lora_adapter", openapi_extra=documented_body(UnloadAdapterRequest))
     async def unload_lora_adapter(request: Request) -> Reply:
-        """Unload a LoRA adapter on every rank; its requests fail with a 409 that gives the reason."""
+        """Unload a LoRA adapter on every rank. Requests that use it fail with a 409 that gives the reason."""
         name = (await body_of(serving, request, UnloadAdapterRequest)).lora_name
         if name not in llm.lora_adapters:
             raise ApiError(404, f"lora_name={name!r}: no such adapter is loaded", param="lora_name")
@@ -191,7 +192,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """Describe the server in the form of vLLM's configuration; null for values that it does not have."""
+        """Describe the server in the form of vLLM's configuration; values that this server does not have are null."""
         config = {
             "model_config": {"model": serving.model_name, "max_model_len": llm.max_sequence_length},
             "parallel_config": {
@@ -207,19 +208,19 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
 
 class Control:
-    """The control calls on one server's engines. Each reaches all ranks, and returns after it has completed."""
+    """The control calls of one server. Each call reaches the engines of all ranks, and returns once it has completed."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._llm = serving.llm
 
     def now(self, **done: int) -> Reply:
-        """Return the engine's state and policy version, and the effect of a call."""
+        """Return the reply of a call that has completed: the engine's state and policy version, and the counts in `done`."""
         told = {"state": str(self._llm.state), "policy_version": self._llm.policy_version}
         return told | {"aborted": 0, "flushed_blocks": 0} | done
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM; raise `ApiError` 409 if its state, or direct mode, does not allow it."""
+        """Call a method of the LLM; raise `ApiError` 409 if the engine's state or direct mode does not allow the call."""
         try:
             return await self._serving.ask(method, *arguments)
         except RuntimeError as exc:
@@ -228,7 +229,12 @@ class Control:
             raise ApiError(409, str(exc), code="not_allowed_now", headers={"x-should-retry": "false"}) from exc
 
     async def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
-        """Pause the engines unless they are paused or suspended. `mode`: handling of open requests over HTTP."""
+        """Pause the engines unless they are paused or suspended already.
+
+        Args:
+            mode: what happens to open requests over HTTP: they stay open ("keep"), finish before the pause ("wait"), or are
+                aborted ("abort").
+        """
         serving = self._serving
         serving.let_in(mode == "keep")
         with serving.closing():
@@ -243,7 +249,7 @@ class Control:
                 await self.ask(self._llm.pause)
 
     async def go_on(self) -> Reply:
-        """Restore the KV memory and continue, if necessary."""
+        """Resume the engines, after restoring their KV memory if it was released."""
         self._serving.let_in(True)
         if self._llm.state == EngineState.SUSPENDED:
             await self.ask(self._llm.resume)
@@ -252,7 +258,7 @@ class Control:
         return self.now()
 
     async def load_adapter(self, order: LoadAdapterRequest) -> Reply:
-        """Load a LoRA adapter from a folder."""
+        """Load a LoRA adapter from the folder that `order` names; raise `ApiError` 400 if this is not possible."""
         served = self._serving.model_name
         if order.lora_name == served:
             raise bad_request(

@@ -1,9 +1,9 @@
-"""Error responses in OpenAI's shape, and the mapping of exceptions to HTTP statuses.
+"""Error responses in OpenAI's format, and the mapping of exceptions to HTTP statuses.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-An exception that is not in the table becomes a 500 without internal details. A request's deadline is a 408, not a 504: the
-server has not failed, and monitoring of 5xx should not be triggered.
+An exception that is not in the table `STATUS_OF` becomes a 500 without internal details. A request that exceeds its own
+deadline is a 408, not a 504: the server has not failed, so this should not trigger alerts on 5xx statuses.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from rollout.errors import (
 )
 
 CLIENT_GONE = 499
-"""Status counted for clients that disconnected; never sent."""
+"""The status under which metrics count a client that disconnected; it is never sent."""
 MAX_MESSAGE, MAX_PARAM = 3000, 160
-"""The maximum number of characters of a message and of a field's name, because a client can choose both."""
+"""The maximum number of characters of a message and of a field's name. They are bounded because a client can choose both."""
 
 
 class ErrorDetail(BaseModel):
@@ -52,13 +52,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The reply of every path except /health if the status is not 200."""
+    """The reply of every path except `/health` and `/ping` if the status is not 200."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An error reply of the API, with the fields of `ErrorDetail`."""
+    """An error that becomes an HTTP reply with the given status, headers and fields of `ErrorDetail`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """Return the JSON object of the reply, also used as an `error` event in a stream."""
+        """Return the JSON object of the reply, which is also the content of an `error` event in a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
@@ -90,14 +90,14 @@ class ApiError(Exception):
 
 
 class ClientGoneError(ApiError):
-    """The client has closed its connection, so its request is aborted."""
+    """An error for a client that has closed its connection, so that its request is aborted."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client has closed its connection")
 
 
 def _cut(text: str, most: int) -> str:
-    """Remove the middle of a text with more than `most` characters, because the cure is at the end."""
+    """Shorten a text to `most` characters by removing its middle, because a message gives the cure at its end."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
@@ -122,7 +122,7 @@ _TYPES = {
 
 _LATER = {"Retry-After": "1"}
 _FINAL = {"x-should-retry": "false"}
-"""Disables automatic retries of OpenAI's client if a retry would fail the same way."""
+"""The header that tells OpenAI's client not to retry, because a retry would fail in the same way."""
 
 
 STATUS_OF: dict[type[BaseException], tuple[int, str | None, dict[str, str]]] = {
@@ -140,7 +140,7 @@ STATUS_OF: dict[type[BaseException], tuple[int, str | None, dict[str, str]]] = {
     RankLostError: (503, "rank_lost", _LATER),
     DeadlineError: (504, "timeout", _FINAL),
 }
-"""Exception class → status, code and headers of the reply; the first match in the exception's MRO applies."""
+"""Exception class → (status, code, headers) of the reply. The first class in the exception's MRO with an entry applies."""
 
 _INTERNAL = "the server failed at this request; its log says why"
 
@@ -153,11 +153,11 @@ _HTTP_NAMES = {
     "return_kept_tokens": "return_sampling_mask",
     "adapter": "model",
 }
-"""Field of a Python class → the field of a body that it comes from, if the name differs."""
+"""Field of a Python class → the corresponding field of a request body, if the name differs."""
 
 
 def describe(exc: BaseException) -> ApiError:
-    """Convert an exception to an API error; an unknown kind becomes a 500 without its text."""
+    """Convert an exception to an API error. An exception of an unknown class becomes a 500 without the exception's text."""
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestValidationError):
@@ -185,9 +185,9 @@ def _of_framework(exc: HTTPException) -> ApiError:
 # --- errors in request bodies -----------------------------------------------------------------------------------------
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
-"""Location parts that are discriminator tags: the field path continues after them."""
+"""The pattern of parts of a Pydantic error location that are discriminator tags. The field path continues after them."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
-"""Location parts that name another alternative of a union, or a key: the field path ends before them."""
+"""The pattern of location parts that name an alternative of a union, or a key. The field path ends before them."""
 
 _SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
 
@@ -196,14 +196,14 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str | None]:
-    """Return (message, field) of the first error; for a union, the message lists what each alternative requires.
+    """Return (message, field) for the first error; for a union, the message lists what each alternative requires.
 
-    An unknown field is reported before a missing field, because it is probably the missing field misspelt. A field of the
-    query is named as vLLM does, `query.mode`.
+    An unknown field is reported before a missing field, because it is probably the missing field misspelt. A query
+    parameter is called `query.mode`, as in vLLM.
 
     Args:
-        errors: as returned by `RequestValidationError.errors()`.
-        known: fields of the body, to suggest the nearest one.
+        errors: validation errors, as `RequestValidationError.errors()` returns them.
+        known: names of the body's fields; the message suggests the name most similar to an unknown one.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
@@ -222,7 +222,9 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
 
 
 def _field(error: Any) -> str | None:
-    """Return the field path of an error: `("body", "messages", 0, "content", "Many", 1)` → `messages[0].content[1]`."""
+    """Return the path of the field in an error, or None for the whole body.
+
+    For example, `("body", "messages", 0, "content", "Many", 1)` → `messages[0].content[1]`."""
     location = error["loc"][1:]
     parts: list[str] = ["query"] if error["loc"][0] == "query" else []
     for position, part in enumerate(location):

@@ -1,4 +1,4 @@
-"""ASGI middleware: error boundary and authentication. No byte of a body is read before the key has been checked."""
+"""ASGI middleware: error boundary and authentication. No byte of a body is read before the API key has been checked."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rollout.server.errors import ApiError, ClientGoneError, describe, shutting_
 from rollout.server.serving import Serving
 
 LOGGED_PATH = 200
-"""Characters of a path that the request log shows."""
+"""The maximum number of characters of a path in the request log."""
 OPEN_PATHS = frozenset({"/health", "/ping"})
-"""Paths that require no key: load balancers and container platforms request them."""
+"""Paths that require no API key, because load balancers and container platforms poll them without one."""
 
 _log = logging.getLogger(__name__)
 _requests = logging.getLogger("rollout.server.requests")
@@ -31,7 +31,7 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class Boundary:
-    """An error boundary that converts exceptions to error replies and counts all replies."""
+    """The outermost middleware, which converts exceptions to error replies, and counts and logs all replies."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
@@ -83,10 +83,10 @@ class Boundary:
 
 
 class Auth:
-    """A check of the API key. Without a key, it rejects requests that a browser sends for a page of another site.
+    """A check of the API key. If no key is configured, it rejects requests that a browser sends for another site's page.
 
-    Such a page can reach a server on loopback by a request without preflight, or by a host name that resolves to this
-    machine.
+    Such a page could reach a server on loopback with a request that needs no CORS preflight, or with a host name that
+    resolves to this machine.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -95,7 +95,7 @@ class Auth:
         self._host = config.host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward an authenticated request; raise `ApiError` 401 for others or, if no key is configured, 403."""
+        """Forward an allowed request; raise `ApiError` 401 for a wrong or missing key, 403 for another site's request."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             if self._key is not None:
                 self._check(scope, self._key)
@@ -134,7 +134,7 @@ def _endpoint(scope: Scope) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's `x-request-id` if it fits into a log line, else a new id."""
+    """Return the client's `x-request-id` if it is short and printable, otherwise a new id."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     return given[0].decode() if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
 
@@ -150,7 +150,9 @@ def _name(host: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a `Host` header is an address or has no dot. No site on the internet has a name without a dot."""
+    """Return whether a `Host` header is an IP address or a local name.
+
+    A name without a dot is local, because no site on the internet has such a name."""
     name = _name(host).lower().removesuffix(".")
     try:
         return bool(ipaddress.ip_address(name))

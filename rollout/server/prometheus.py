@@ -1,5 +1,5 @@
-"""Metrics in Prometheus' text format. Every server has its own registry, so several servers and a trainer's metrics do not
-collide.
+"""Metrics in Prometheus' text format. Every server has its own registry, so its metrics do not collide with those of other
+servers or of a trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKENS = tuple(2**power for power in range(18))
 
 
 class EngineNumbers(Collector):
-    """A collector that reads `llm.stats()` at scrape time; a dead engine reports only `rollout_engine_up 0`."""
+    """A collector that reads `llm.stats()` at each scrape. For a dead engine it reports only `rollout_engine_up 0`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -49,7 +49,7 @@ class EngineNumbers(Collector):
 
 
 class RequestMetrics:
-    """The request counters and latency histograms of one HTTP server, next to the statistics of its engine."""
+    """The metrics of one HTTP server: request counters, latency histograms and the engine's statistics."""
 
     def __init__(self, llm: Any) -> None:
         self._registry = CollectorRegistry()
@@ -73,17 +73,18 @@ class RequestMetrics:
         return Histogram(f"rollout_{name}", text, labels, registry=self._registry, buckets=buckets)
 
     def replied(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count a reply that was sent, or whose client disconnected.
+        """Count a reply that was sent, or whose client disconnected before.
 
         Args:
-            endpoint: path of the route, not of the request, to bound the number of label values.
-            seconds: since the request's headers were complete.
+            endpoint: path of the route. The request's path would make the number of label values unbounded.
+            status: HTTP status of the reply; 499 if the client disconnected.
+            seconds: seconds since the request's headers were complete.
         """
         self._requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(seconds)
 
     def finished(self, results: Iterable[DynamicInferenceRequest]) -> None:
-        """Record finished samples; failed ones are counted in the engine's statistics only."""
+        """Record finished samples. Failed samples are counted only in the engine's statistics."""
         for result in results:
             if result.error is not None:
                 continue
@@ -95,7 +96,7 @@ class RequestMetrics:
                 self._latency.observe(result.latency)
 
     def text(self) -> bytes:
-        """Return all metrics in the format `CONTENT_TYPE`."""
+        """Return all metrics as text of the type `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
 

@@ -1,7 +1,7 @@
 """Server lifecycle: uvicorn as a coroutine on the LLM's event loop.
 
-The server accepts connections when `start` returns. Signal handlers of the process are replaced only during `wait`. At a
-stop, running requests get a grace period and are then aborted; every connection, task and socket is closed.
+The server accepts connections once `start` has returned. The process's signal handlers are replaced only during `wait`. When
+the server stops, running requests get a grace period and are then aborted; every connection, task and socket is closed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from rollout.threads import forks
 
 START_TIMEOUT_S = 30.0
 ABORT_TIMEOUT_S = 5.0
-"""Seconds that an aborted request has to send its error reply before its connection is closed."""
+"""Seconds within which the error replies of aborted requests must be sent; then their connections are closed."""
 KEEP_ALIVE_S = 30
 """Seconds that a connection may be idle between two requests."""
 
 
 class Server:
-    """An HTTP server over one LLM, on the LLM's `loop`.
+    """An HTTP server in front of one LLM, which runs on the LLM's private event loop.
+
+    Args:
+        llm: the `LLM`, `AsyncLLM` or `JobLLM` to serve.
+        config: address, key and limits; None: the defaults.
 
     Raises:
         ConfigError: the chat template cannot be read.
@@ -50,7 +54,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """URL of the server on this machine, such as `http://127.0.0.1:8000`; raises `RuntimeError` before `start`."""
+        """The server's URL on this machine, such as `http://127.0.0.1:8000`; raises `RuntimeError` before `start`."""
         if self._url is None:
             raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
@@ -61,7 +65,7 @@ class Server:
         return self._life is not None and not self._life.done()
 
     def start(self) -> Self:
-        """Start accepting connections. No-op while the server is running.
+        """Start accepting connections. Does nothing while the server is running.
 
         Raises:
             ConfigError: the address is in use, or not an address of this machine.
@@ -85,9 +89,9 @@ class Server:
             return self
 
     def close(self) -> None:
-        """Reject new requests, give running ones `shutdown_grace_s` to finish, then abort them. Idempotent.
+        """Reject new requests, wait up to `shutdown_grace_s` for running requests, then abort them. Idempotent.
 
-        Raises `RuntimeError` on the LLM's loop, which would deadlock.
+        Raises `RuntimeError` if called on the LLM's private loop, because waiting there would deadlock.
         """
         with self._changing:
             if self._life is None or self._life.done():
@@ -114,12 +118,13 @@ class Server:
         await asyncio.wrap_future(life)
 
     def wait(self, announce: Callable[[], object] = lambda: None) -> None:
-        """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stop it as `close` does.
+        """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stops the server as `close` does.
 
         Args:
-            announce: called first. A signal stops the server from then on; a second one raises `KeyboardInterrupt`.
+            announce: a function that is called as soon as a signal can stop the server. A second signal raises
+                `KeyboardInterrupt`.
 
-        Raises `RuntimeError` on the LLM's loop, which would deadlock.
+        Raises `RuntimeError` if called on the LLM's private loop, because waiting there would deadlock.
         """
         if self._life is None:
             return

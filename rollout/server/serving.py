@@ -1,4 +1,4 @@
-"""State shared by all endpoints: model name, limits, abortable replies. Independent of tensors and request schemas."""
+"""State that all endpoints share: model name, limits and abortable replies. It does not depend on torch or schemas."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TURN_S = 0.005
-"""Seconds after which work on one reply yields to other replies."""
+"""Seconds after which work on one reply yields to other tasks of the event loop."""
 _SAMPLES = "rollout.samples"
-"""The key in a request's scope of the number of samples it was admitted with."""
+"""The key in a request's ASGI scope under which its number of admitted samples is stored."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Serving:
-    """The state of one server, shared by its endpoints. Used on the server's event loop only."""
+    """The state of one server, which its endpoints share. Only the server's event loop uses it."""
 
     llm: Any
-    """An `AsyncLLM`, `LLM` or `JobLLM`."""
+    """The served `AsyncLLM`, `LLM` or `JobLLM`."""
     config: ServerConfig
     model_name: str
     """The name of the model in requests and replies."""
     counters: RequestMetrics
     conversation: Conversation | None
-    """The renderer of messages to token ids; None if the model has no tokenizer."""
+    """The renderer of chat messages to token ids; None if the model has no tokenizer."""
     texts: Any
-    """`TokenTexts` of the model's tokenizer."""
+    """The `TokenTexts` of the model's tokenizer."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """Construction time, in seconds since 1970."""
+    """The time at which the server was built, in seconds since 1970."""
     stopping: bool = False
-    """True during shutdown: new requests are refused."""
+    """Whether the server is shutting down. New requests are then rejected."""
     shut: bool = False
-    """Whether a pause by `abort` or `wait` is active: new requests are rejected until the engines continue."""
+    """Whether the engines were paused in mode `abort` or `wait`. New requests are rejected until the engines resume."""
     samples: int = 0
-    """The number of open samples, including those whose prompts are still being parsed."""
+    """The number of open samples, including samples whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Reply id of the client → ids of its requests, for every reply that is being computed."""
+    """Reply id, as the client has it → ids of the engine requests, for every reply that is being computed."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,7 +62,9 @@ class Serving:
     # --- whether to serve a request -----------------------------------------------------------------------------
 
     def adapter_of(self, model: str | None) -> str | None:
-        """Return the LoRA adapter that a request's `model` names; None: the served model. `ApiError` 404 for other names."""
+        """Return the LoRA adapter that a request's `model` names, or None for the served model.
+
+        Any other name raises `ApiError` 404."""
         if model is None or model == self.model_name:
             return None
         adapters = self.llm.lora_adapters
@@ -73,12 +75,15 @@ class Serving:
         return model
 
     def admit(self, request: Request, samples: int) -> None:
-        """Count the samples of a request (prompts times n) as open until the request ends.
+        """Count the samples of a request as open until its reply has been sent.
+
+        Args:
+            samples: number of samples of the request: its number of prompts times n.
 
         Raises:
-            ApiError: 503, the server is shutting down; 400, `samples` exceeds `ServerConfig.max_open_requests`.
-            EngineStateError: the engine was paused by `abort` or `wait`.
-            QueueFullError: open samples and `samples` together exceed `ServerConfig.max_open_requests`.
+            ApiError: 503: the server is shutting down; 400: `samples` exceeds `ServerConfig.max_open_requests`.
+            EngineStateError: the engines were paused in mode `abort` or `wait`.
+            QueueFullError: with `samples` more, the open samples would exceed `ServerConfig.max_open_requests`.
         """
         if self.stopping:
             raise shutting_down()
@@ -105,27 +110,27 @@ class Serving:
         request.scope[_SAMPLES] = request.scope.get(_SAMPLES, 0) + samples
 
     def ended(self, scope: Scope) -> None:
-        """Release the samples of a request whose reply has been sent completely."""
+        """Stop counting a request's samples as open, because its reply has been sent completely."""
         self.samples -= scope.pop(_SAMPLES, 0)
         if not self.samples:
             self._drained.set()
 
     def time_limit(self, timeout_s: float | None) -> float:
-        """Return a request's deadline in seconds: `timeout_s`, capped at `ServerConfig.request_timeout_s`."""
+        """Return a request's time limit in seconds: `timeout_s`, but at most `ServerConfig.request_timeout_s`."""
         longest = self.config.request_timeout_s
         return longest if timeout_s is None else min(timeout_s, longest)
 
     # --- pauses ---------------------------------------------------------------------------------------------------
 
     def let_in(self, new_requests: bool) -> None:
-        """Admit new requests, which ends `drained`, or reject them until the engines continue."""
+        """Admit new requests, or reject them until the engines resume. Admitting them makes `drained` return."""
         self.shut = not new_requests
         if new_requests:
             self._drained.set()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Keep a shut server shut although the engines run, until the pause inside the block has completed."""
+        """Keep rejecting new requests inside the block, in which a pause is in progress and the engines may still run."""
         self._closing += 1
         try:
             yield
@@ -133,7 +138,7 @@ class Serving:
             self._closing -= 1
 
     async def drained(self, timeout_s: float | None) -> None:
-        """Wait until no request is open, new requests are admitted again, or the time is over."""
+        """Wait until no request is open, new requests are admitted again, or `timeout_s` has passed (None: no limit)."""
         if self.samples:
             self._drained.clear()
             with suppress(TimeoutError):
@@ -144,7 +149,7 @@ class Serving:
 
     @contextmanager
     def computing(self, reply_id: str, request_ids: Iterable[int]) -> Iterator[None]:
-        """Register a reply for `abort(reply_id)` and server shutdown during the block."""
+        """Register a reply inside the block, so that `abort(reply_id)` and a shutdown can abort its requests."""
         self._computed[reply_id] = tuple(request_ids)
         try:
             yield
@@ -153,7 +158,7 @@ class Serving:
             self._cut.discard(reply_id)
 
     def name_of_reply(self, prefix: str, wanted: str | None = None) -> str:
-        """Return the id of a new reply: `wanted`, which must not be in use, or one that begins with `prefix`."""
+        """Return the id of a new reply: `wanted`, which must not be in use, or a new id that begins with `prefix`."""
         if wanted in self._computed:
             raise bad_request(
                 f"request_id={wanted!r}: a request of that id is open; choose another", param="request_id"
@@ -161,35 +166,35 @@ class Serving:
         return wanted or f"{prefix}-{uuid.uuid4().hex}"
 
     async def abort(self, reply_id: str) -> int:
-        """Abort the requests of a reply; return the number of open requests, 0 for an unknown or finished reply."""
+        """Abort the requests of a reply; return the number of aborted requests, 0 if the reply is unknown or finished."""
         if reply_id in self._computed:
             self._cut.add(reply_id)
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Return whether a control call aborted an unfinished reply. Its stream then ends with the tokens so far."""
+        """Return whether a control call aborted an unfinished reply, whose stream then ends with the tokens so far."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
-        """Abort all requests over HTTP; return the number of open requests."""
+        """Abort all requests over HTTP; return the number of aborted requests."""
         return sum([await self.abort(reply_id) for reply_id in tuple(self._computed)])
 
     @staticmethod
     async def ask(method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM: await a coroutine function, run another function in a thread."""
+        """Call a method of the LLM: await it if it is a coroutine function, otherwise run it in a thread."""
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         return await asyncio.to_thread(method, *arguments)
 
 
 class Turn:
-    """A bound on a turn of the event loop; long work calls `pause` between its parts."""
+    """A limit on how long a task keeps the event loop. Long work calls `pause` between its parts."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + TURN_S
 
     async def pause(self) -> None:
-        """Let other tasks run if this turn has lasted for `TURN_S`."""
+        """Let other tasks run if `TURN_S` seconds have passed since the last time."""
         if time.monotonic() > self._until:
             await asyncio.sleep(0)
             self._until = time.monotonic() + TURN_S

@@ -29,7 +29,7 @@ from rollout.server.chat_template.reply_parser import (
 from rollout.server.chat_template.tool_formats import format_of
 
 WITH_IMAGES = "the conversation has images, whose placeholders are expanded again"
-"""The reason for not reusing ids."""
+"""The reason why token ids are not reused in a conversation with images."""
 NOT_TOLD = (
     "the text that the chat template writes after this reply cannot be separated from it: everything is tokenised again"
 )
@@ -43,7 +43,7 @@ class RenderedPrompt:
 
     token_ids: list[int]
     digest: str
-    """The digest of the prompt's text."""
+    """The digest of the prompt's text, which a client sends back with the reply's token ids."""
     inside_reasoning: bool = False
     """Whether the prompt ends inside an open reasoning block."""
     reused: int = 0
@@ -56,13 +56,13 @@ class Conversation:
     """A renderer of conversations with one tokenizer and one chat template.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        chat_template: a Jinja template instead of the tokenizer's.
+        tokenizer: a Hugging Face tokenizer, which is copied.
+        chat_template: a Jinja template to use instead of the tokenizer's; None: the tokenizer's.
         vocab_size: exclusive upper bound of token ids in earlier replies: the model's vocabulary size, which may exceed
-            the tokenizer's. None: the tokenizer's.
-        end_token_ids: the model's end-of-sequence ids, in addition to the tokenizer's.
-        room: returns the current maximum number of tokens of a prompt. None: unlimited.
-        process: returns the token ids of a written conversation and its images. None: images raise an error.
+            the tokenizer's. None: the tokenizer's vocabulary size.
+        end_token_ids: the model's end-of-sequence ids; the tokenizer's id is always added.
+        room: returns the current maximum length of a prompt, in tokens. None: unlimited.
+        process: returns the token ids of a rendered conversation with its images. None: images raise an error.
     """
 
     def __init__(
@@ -98,10 +98,12 @@ class Conversation:
         """Render and tokenise the prompt of a conversation.
 
         Args:
-            messages: in OpenAI's format; `rollout` of an assistant message holds the token ids of its reply and its prompt,
-                and their digests.
-            tools: in OpenAI's format.
-            template_kwargs: additional variables of the template.
+            messages: the conversation in OpenAI's format. An assistant message may have a field `rollout` with the token
+                ids and digests of the reply and its prompt.
+            tools: the offered tools in OpenAI's format.
+            add_generation_prompt: whether to add the text that begins a new reply.
+            continue_final_message: whether the reply continues the last message.
+            template_kwargs: additional variables for the template.
 
         Raises:
             InvalidRequestError: a message or variable is not supported, or the template rejects it.
@@ -157,7 +159,12 @@ class Conversation:
         return rendered(self._reader.ids(text, "messages"), 0, why)
 
     def reader_for(self, prompt: RenderedPrompt, tools: Tools | None, *, reasons: bool) -> Callable[[], ReplyReader]:
-        """Return a factory of readers of the replies to a prompt. `reasons`: reasoning is split off, if there are tags."""
+        """Return a function that builds a reader for one reply to a prompt.
+
+        Args:
+            tools: the offered tools, whose calls the reader splits off.
+            reasons: whether to split off the reasoning, if the template marks it with tags.
+        """
         template = self._template(tools)
         parser = parser_for(template, tools)
         reasons = reasons and marks_reasoning(template)
@@ -172,7 +179,13 @@ class Conversation:
     def constraint_on(
         self, prompt: RenderedPrompt, schema: Any, tools: Tools | None, forced: Tools
     ) -> StructuredOutput | None:
-        """Return the constraint on a reply from `response_format` and tools, or for a call of a `forced` tool."""
+        """Return the constraint on the reply to a prompt; None: any text.
+
+        Args:
+            schema: JSON schema from `response_format`; None: any text.
+            tools: the offered tools.
+            forced: the tools of which the reply must call one; empty: no call is forced.
+        """
         template = self._template(tools)
         known = format_of(template)
         if forced:
@@ -188,9 +201,9 @@ class Conversation:
         return reply_constraint(schema, tools, known, reasoning=reasoning)
 
     def one_call_ends_at(self, tools: Tools | None) -> str:
-        """Return the stop string that ends a reply after its first call; "" if calls are not parsed.
+        """Return the stop string that ends a reply after its first tool call; "" if calls are not parsed.
 
-        Raises `InvalidRequestError` if the template's call format has no such string.
+        Raises `InvalidRequestError` if the template's tool-call format has no such string.
         """
         known = format_of(self._template(tools)) if tools else None
         if known is None:
@@ -226,9 +239,10 @@ class Conversation:
             ) from exc
 
     def _encode_behind(self, text: str) -> list[int]:
-        """Return the token ids of a text that continues another text.
+        """Return the token ids of a text that follows other text.
 
-        Some tokenizers insert a space at the start of a text; a special token before the text prevents this.
+        Some tokenizers insert a space at the start of a text. A special token before the text prevents this; its id is
+        removed from the result.
         """
         length = len(self._anchor_ids)
         together = self._reader.ids(self._anchor + text, "messages")

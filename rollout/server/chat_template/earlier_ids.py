@@ -1,8 +1,8 @@
 """Reuses token ids of earlier replies, and joins them to the ids of the text that the template writes after them.
 
-Ids are reused only if both digests sent with them match: of the prompt text before the reply (messages, tools and template
-variables), and of the reply's content and tool calls. The text after a reply is found by rendering the
-conversation with a unique random mark in the reply's place.
+A client sends two digests with a reply's ids, and the ids are reused only if both match. One is a digest of the prompt text
+before the reply (messages, tools and template variables), the other of the reply's content and tool calls. To find the text
+after a reply, the conversation is rendered with a unique random mark in the reply's place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Write = Callable[[list[Message]], str]
 DIGEST_BYTES = 16
 
 MAX_TRIED = 16
-"""The maximum number of earlier replies tried, latest first, because each is rendered once."""
+"""The maximum number of earlier replies to try, latest first. It is bounded because each try renders the conversation."""
 
 END_TOKENS = 32
 """The maximum number of end-of-turn tokens that a reply may already contain."""
@@ -47,7 +47,7 @@ class ReplyDigest:
         self._calls: list[tuple[str, Any]] = []
 
     def add(self, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Add content and tool calls; arguments as JSON text or as the parsed object."""
+        """Add content and tool calls. The arguments of a call may be JSON text or the parsed object."""
         self._content.update(_bytes(content))
         for call in calls:
             function = call["function"]
@@ -63,25 +63,27 @@ class ReplyDigest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierReply:
-    """A reply of the conversation whose token ids are reused."""
+    """A reply in the conversation whose token ids are reused."""
 
     index: int
     """The index of the reply's message in the conversation."""
     prompt_token_ids: list[int]
-    """Token ids of the prompt before it."""
+    """Token ids of the prompt that the reply answered."""
     token_ids: list[int]
-    """Generated token ids, including the one that ended the reply, if any."""
+    """Generated token ids of the reply, including the token that ended it, if any."""
 
 
 def latest_reply(
     messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Write, vocab_size: int
 ) -> tuple[EarlierReply | None, str | None]:
-    """Return the latest reply whose digests match, and the reason why the last reply's ids are not used, or None.
+    """Return the latest reply whose digests match, or None; and the reason why the last reply's ids are not used, or None.
 
     Args:
-        messages: assistant messages may have `rollout`, an object with `prompt_token_ids` and `token_ids`.
-        plain: the same messages in the format of chat templates.
-        ask: function that renders messages followed by a generation prompt.
+        messages: the conversation; assistant messages may have `rollout`, an object with `prompt_token_ids` and
+            `token_ids`.
+        plain: the same messages in the format that chat templates take.
+        ask: a function that renders messages followed by a generation prompt.
+        vocab_size: exclusive upper bound of token ids.
 
     Raises:
         InvalidRequestError: the ids cannot be token ids of a prompt and its reply.
@@ -141,11 +143,12 @@ def _token_ids(rollout: Mapping[str, Any], name: str, where: str, vocab_size: in
 
 
 def text_behind_reply(messages: list[Message], index: int, write: Write, special_texts: Collection[str]) -> str | None:
-    """Return the text that the template `write` renders after `messages[index]`, from its end of turn on.
+    """Return the text that the template `write` renders after the reply `messages[index]`, from the reply's end of turn on.
 
-    The mark stands for the content, or in the arguments of the last call: a template may require a tool message after a
-    call, or render different text after one. The text that closes a call belongs to the reply, so the first special token
-    (one of `special_texts`) after the mark ends it. Returns None if the text cannot be determined.
+    A mark replaces the reply's content, or the arguments of its last tool call. The call itself stays, because a template
+    may require a tool message after a call, or render different text after a call. The text that closes a call belongs to
+    the reply, so the first special token (one of `special_texts`) after the mark ends the reply. Returns None if the text
+    cannot be determined.
     """
     mark, reply = _mark(), messages[index]
     if "tool_calls" not in reply:
@@ -170,9 +173,14 @@ def text_behind_reply(messages: list[Message], index: int, write: Write, special
 
 
 def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> list[int]:
-    """Return the ids of the template's text `behind` a reply without the end of turn that the reply has.
+    """Return the part of `behind` to append to the ids of a reply, without the end of turn that the reply already has.
 
-    The reply has its end of turn unless its length was limited; the model's `end_token_ids` may differ from the template's.
+    A reply has its end of turn unless it reached its maximum length. The token with which the model ends a turn (one of
+    `end_token_ids`) may differ from the template's.
+
+    Args:
+        reply: token ids of the reply.
+        behind: token ids of the text that the template writes after the reply.
     """
     longest = min(END_TOKENS, len(reply), len(behind))
     shared = next((n for n in range(longest, 0, -1) if list(reply[-n:]) == behind[:n]), 0)
@@ -186,6 +194,6 @@ def _mark() -> str:
 
 
 def _behind(mark: str, text: str) -> str | None:
-    """Return the text after the mark, or None unless the mark occurs exactly once."""
+    """Return the text after the mark; None if the mark does not occur exactly once."""
     parts = text.split(mark)
     return parts[1] if len(parts) == 2 else None

@@ -13,9 +13,10 @@ class PromptTokenizer:
     """A tokenizer of prompts that checks their length.
 
     Args:
-        tokenizer: not shared: a trainer may change the padding and truncation of its tokenizer.
-        room: returns the current maximum number of tokens of a prompt.
-        special: whether the tokenizer adds its special tokens around a text.
+        tokenizer: a private copy of the Hugging Face tokenizer, because a trainer may change padding and truncation of its
+            own.
+        room: returns the current maximum length of a prompt, in tokens.
+        special: whether to add the tokenizer's special tokens around a text.
     """
 
     def __init__(self, tokenizer: Any, room: Callable[[], int], *, special: bool = True) -> None:
@@ -24,7 +25,11 @@ class PromptTokenizer:
         self._special = special
 
     def ids(self, text: str, field: str) -> list[int]:
-        """Return the token ids of a text; an `InvalidRequestError` names the request's `field`."""
+        """Return the token ids of a text.
+
+        Args:
+            field: the request's field that contains the text, for the message of an `InvalidRequestError`.
+        """
         self.check(text, field)
         try:
             read = self._tokenizer(text, add_special_tokens=self._special, verbose=False)
@@ -35,7 +40,7 @@ class PromptTokenizer:
         return [int(token) for token in read["input_ids"]]
 
     def check(self, text: str, field: str) -> None:
-        """Raise `InvalidRequestError` if the text has more characters than the longest tokens can cover."""
+        """Raise `InvalidRequestError` if a text has more characters than the allowed number of tokens can cover."""
         most = self._room() * self._longest
         if len(text) > most:
             raise InvalidRequestError(
@@ -45,5 +50,5 @@ class PromptTokenizer:
 
     @cached_property
     def _longest(self) -> int:
-        """The length of the longest token name, which bounds the characters of a token."""
+        """The length of the longest token name, which bounds the number of characters per token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)

@@ -1,8 +1,9 @@
-"""Builds the constraint on a chat reply from `response_format`, strict tools and a forced call.
+"""Builds the constraint on a chat reply from `response_format`, strict tools and a forced tool call.
 
-A reply of JSON may begin with its reasoning, and may be calls instead if there are tools. A forced call is a complete call
-of an offered function, in every format. Free calls are constrained if the format writes them as JSON between two texts
-(Hermes); in other formats `strict` has no effect on free calls.
+- JSON reply: it may begin with reasoning. If there are tools, the reply may consist of calls instead.
+- Forced call: one complete call of an offered function, in every tool-call format.
+- Free call (the model chooses to call a tool): constrained only in the Hermes format, which writes a call as JSON between
+  two tags. In other formats `strict` has no effect on free calls.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def reply_constraint(
 
     Args:
         schema: JSON schema of the reply's content; None: any text.
-        tools: functions that the reply may call; None: calls are text.
-        tool_format: None: unknown.
-        reasoning: "open": the prompt ends inside a reasoning; "possible": the reply may begin with it; None: neither.
+        tools: functions that the reply may call; None: the reply has no calls.
+        tool_format: the chat template's tool-call format; None: the format is unknown.
+        reasoning: "open": the prompt ends inside a reasoning block; "possible": the reply may begin with one; None:
+            neither.
 
     Raises:
         InvalidRequestError: schema and tools cannot be combined in this format, or the schemas are too large.
@@ -68,7 +70,11 @@ def reply_constraint(
 
 
 def forced_call(tools: Tools, known: ToolFormat) -> StructuredOutput:
-    """Return the constraint that a reply is one complete call of `tools`; raise `InvalidRequestError` if unsupported."""
+    """Return the constraint that a reply is one complete call of one of `tools`, in the format `known`.
+
+    Raises:
+        InvalidRequestError: the schemas together are too large.
+    """
     rules, calls = [_SPACE], []
     for place, tool in enumerate(tools):
         function = tool["function"]
@@ -103,7 +109,13 @@ def _rules_of_calls(tools: Tools) -> list[str]:
 
 
 def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], strict: bool) -> list[str]:
-    """Return the grammar rules of arguments that are written one by one, in the order of the schema."""
+    """Return the grammar rules for a format that writes the arguments one by one, in the order of the schema.
+
+    Args:
+        place: index of the tool, which makes the names of the rules unique.
+        schema: JSON schema of the tool's parameters.
+        around: the texts before and after a value, as in `ToolFormat.parameter`.
+    """
     rules, names = [], []
     defined = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     for number, (key, inner) in enumerate((schema.get("properties") or {}).items()):
@@ -123,7 +135,7 @@ def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], 
 
 
 def _pattern(text: str) -> str:
-    """Return a regular expression for a text in grammar syntax, between slashes."""
+    """Return a regular expression that matches exactly `text`, escaped for use between slashes in a grammar."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 

@@ -1,8 +1,10 @@
 """Splits a reply into reasoning, content and tool calls, incrementally or whole.
 
-Always true: the result does not depend on how the text is cut into pieces; text that only resembles a call (invalid JSON,
-no name) is returned completely as content; every character is searched once. Formats are data (`tool_formats`), read by one
-state machine.
+- The result does not depend on how the text is cut into pieces.
+- Text that only resembles a call (invalid JSON, no name) is returned completely as content.
+- Every character is searched once.
+
+The formats are data (`tool_formats`); one state machine parses them all.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def _held_back(text: str, marker: str) -> int:
-    """Return the number of characters at the end of a text that may begin a marker."""
+    """Return the number of characters at the end of `text` that may be the beginning of `marker`."""
     return next(n for n in range(len(marker) - 1, -1, -1) if text.endswith(marker[:n]))
 
 
 class ReplyReader:
-    """A reader of the text of one reply, whole or piece by piece.
+    """A reader that splits the text of one reply, whole or piece by piece.
+
+    Args:
+        reasoning: splits off the reasoning; None: the reasoning is part of the content.
+        calls: splits off the tool calls; None: the calls are part of the content.
 
     Attributes:
-        called: whether the reply has called a function.
+        called: whether the text so far has called a function.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
@@ -43,9 +49,14 @@ class ReplyReader:
         self.called = False
 
     def push(self, text: str, *, ended: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Return the reasoning, content and calls that are final with the next piece, which is the last piece if `ended`.
+        """Add the next piece of the reply; return the reasoning, content and calls that are final now.
 
-        Calls are in the format of a stream."""
+        Args:
+            ended: whether this is the last piece.
+
+        Returns:
+            (reasoning, content, calls); the calls have the format that OpenAI's API uses in streams.
+        """
         thought, found = "", list[dict[str, Any]]()
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text, ended=ended)
@@ -63,7 +74,7 @@ class ReasoningParser:
     """A parser that splits one reply. White space around the tags is dropped; a tag inside the content is content.
 
     Args:
-        opened: the prompt ends with the opening tag. Otherwise the reply has a reasoning only if it begins with the tag.
+        opened: whether the prompt ends with the opening tag. If not, the reply has reasoning only if it begins with the tag.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -108,7 +119,7 @@ class ReasoningParser:
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:
-    """Return a factory of parsers (one per sample), or None if there are no tools or the template's format is unknown."""
+    """Return a function that builds a parser for one sample; None if there are no tools or the format is unknown."""
     known = format_of(template)
     if known is None or not tools:
         return None
@@ -124,12 +135,13 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 class ToolCallParser:
     """An incremental tool-call parser of one reply. A state is a method that consumes text from the front of the buffer.
 
-    Text before, between and after calls is content. Only the formatting around a call is dropped: white space before it,
-    the separators of its format, white space between it and the end of the reply.
+    Text before, between and after calls is content. Only the formatting around a call is dropped: white space before the
+    call, its markers, and white space between the last call and the end of the reply.
 
     Args:
-        tools: parameter schemas of the offered functions. A call without a marker must name one of them: otherwise it is
-            an answer that happens to be JSON.
+        tool_format: the chat template's tool-call format.
+        tools: parameter schemas of the offered functions. Text without a marker is a call only if it names one of these
+            functions; otherwise it is an answer that happens to be JSON.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Schemas) -> None:
@@ -163,7 +175,7 @@ class ToolCallParser:
         self._buffer = self._buffer[length:]
 
     def _lead(self) -> bool:
-        """Handle the state with only white space since the start or the previous call."""
+        """Handle the state in which only white space has followed the start of the reply or the previous call."""
         marker, bare = self._format.marker, self._format.bare
         rest = self._buffer.lstrip()
         if marker.startswith(rest) and rest != marker:
@@ -186,12 +198,12 @@ class ToolCallParser:
         return True
 
     def _enter_block(self, start: int) -> None:
-        """Enter a block; the buffer has white space, an optional marker, and the calls from `start` on."""
+        """Enter a block of calls. The buffer begins with white space and an optional marker; the calls begin at `start`."""
         self._block_start = self._searched = start
         self._state = self._block
 
     def _block(self) -> bool:
-        """Handle the state inside calls, until their closing text, or the end of the reply if there is no closing text."""
+        """Handle the state inside a block of calls, up to its closing text, or to the reply's end if the format has none."""
         closing = self._format.closing
         at = self._buffer.find(closing, self._searched) if closing else -1
         if at < 0:
@@ -201,7 +213,12 @@ class ToolCallParser:
         return True
 
     def _end_block(self, end: int, behind: int) -> None:
-        """Emit the calls of a block that ends at `end`. Text without calls is content up to `behind`."""
+        """Emit the calls of a block; if it has none, its text is content.
+
+        Args:
+            end: index in the buffer at which the calls end.
+            behind: index in the buffer after the closing text.
+        """
         calls = self._read(self._buffer[self._block_start : end])
         if not calls:
             self._give(behind)
@@ -215,7 +232,9 @@ class ToolCallParser:
         self._state = self._lead
 
     def _read(self, text: str) -> list[Call]:
-        """Return the calls of a text; empty if it has other text, or no marker and no offered function."""
+        """Return the calls in the text of a block.
+
+        The list is empty if the block contains anything else, or if it has no marker and calls an unknown function."""
         try:
             calls = self._format.calls(text, self._tools)
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Table of tool-call formats by chat-template family, their detection, and the reading of calls."""
+"""The tool-call formats of chat-template families: a table, the detection of a template's format, and parsing of calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Function name → JSON schemas of its parameters, by name."""
+"""Function name → parameter name → JSON schema of the parameter."""
 Call = tuple[str, str]
-"""(name, arguments as JSON text)."""
+"""A tool call: (function name, arguments as JSON text)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +24,28 @@ class ToolFormat:
     foreign: tuple[str, ...] = ()
     """Texts that no template of this family contains."""
     marker: str
-    """The text before a call."""
+    """The text that introduces a tool call."""
     bare: str = ""
-    """Beginning of calls without a marker, at the start of a reply; "" if not permitted. Markers that are special tokens do
-    not appear in the text."""
+    """The text that begins a call without a marker at the start of a reply; "" if a call always has its marker. A marker
+    that is a special token does not appear in the reply's text."""
     closing: str = ""
-    """The text after calls; optional in a reply. "": the end of the reply."""
+    """The text after a block of calls; a reply may lack it at its end. "": the block extends to the end of the reply."""
     closed: bool = False
     """Whether a block counts only with its closing text, because a truncated block would otherwise look complete."""
     named: str
-    """The beginning of a forced call of the function NAME (a JSON string) or BARE (its name)."""
+    """The beginning of a forced call. NAME is replaced by the function's name as a JSON string, BARE by the plain name."""
     ending: tuple[str, ...] = ()
-    """The text that follows the arguments of a forced call, with white space in between."""
+    """The texts that follow the arguments of a forced call, with optional white space before each."""
     one_call_ends_at: str = ""
-    """Stop string that ends a reply after its first call and occurs in no call or text; "" if there is none."""
+    """The stop string that ends a reply after its first call and occurs nowhere else; "" if there is none."""
     call: str | None = None
-    """The pattern of each call between `marker` and `closing`: name, and parameters. None: calls are JSON objects."""
+    """The regular expression of a call between `marker` and `closing`; its groups are the function's name and the
+    parameters. None: calls are JSON objects."""
     parameter: tuple[str, str] | None = None
-    """Texts around a parameter's value, the first with its name KEY; None: the arguments are a JSON object."""
+    """The texts before and after a parameter's value, with KEY for the parameter's name. None: the arguments are a JSON
+    object."""
     value: str = ""
-    """The pattern of each of a call's `parameters`: name and value."""
+    """The regular expression of one parameter of a call; its groups are the parameter's name and value."""
 
     def opening(self, function: str) -> str:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
@@ -68,7 +70,7 @@ _NAME = re.compile(r"[^\W\d][\w.:-]*")
 
 
 def _each(pattern: str, text: str) -> list[re.Match[str]]:
-    """Return at least one match; the matches cover a text from beginning to end."""
+    """Return adjacent matches that cover the whole text; raise `ValueError` if there is no such cover."""
     found: list[re.Match[str]] = []
     at, compiled = 0, re.compile(pattern, re.DOTALL)
     while at < len(text) or not found:
@@ -81,7 +83,7 @@ def _each(pattern: str, text: str) -> list[re.Match[str]]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return the text itself if the schema requires a string; otherwise its parsed JSON, if it is valid JSON."""
+    """Return a parameter's value: the parsed JSON, or the text itself if it is not JSON or the schema requires a string."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
@@ -91,7 +93,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _json_calls(text: str) -> list[Call]:
-    """Return the calls in JSON objects, or in arrays of them, with white space or `;` between."""
+    """Return the calls in a text of JSON objects, or arrays of objects, separated by white space or `;`."""
     found: list[Any] = []
     while text := text.strip(" \t\n\r;"):
         value, end = _DECODER.raw_decode(text)
@@ -129,7 +131,7 @@ HERMES = ToolFormat(
     one_call_ends_at="</tool_call>",
     ending=("}", "</tool_call>"),
 )
-"""Hermes 2 and 3, Qwen 2.5 and 3."""
+"""The format of Hermes 2 and 3, and of Qwen 2.5 and 3."""
 
 LLAMA3 = ToolFormat(
     name="llama3",
@@ -140,7 +142,7 @@ LLAMA3 = ToolFormat(
     named='{"name": NAME, "parameters":',
     ending=("}",),
 )
-"""Llama 3.1 to 3.3, calls in JSON."""
+"""The format of Llama 3.1 to 3.3, with calls in JSON."""
 
 QWEN_XML = ToolFormat(
     name="qwen_xml",
@@ -154,7 +156,7 @@ QWEN_XML = ToolFormat(
     call=r"\s*<function=([^>\n]+)>\s*(.*?)\s*</function>\s*",
     value=r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*",
 )
-"""Qwen3-Coder and Qwen 3.5."""
+"""The format of Qwen3-Coder and Qwen 3.5."""
 
 GLM = ToolFormat(
     name="glm",
@@ -169,7 +171,7 @@ GLM = ToolFormat(
     value=r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*",
     closed=True,
 )
-"""GLM-4.5 and later."""
+"""The format of GLM-4.5 and later GLM models."""
 
 FORMATS = (HERMES, LLAMA3, QWEN_XML, GLM)
 
