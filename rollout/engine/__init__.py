@@ -1,1 +1,1 @@
-"""One inference engine per rank, in the training process: scheduling, KV memory, weights, forward and sampling."""
+"""One inference engine per rank, in the training process: scheduling, KV memory, weights, forward pass and sampling."""

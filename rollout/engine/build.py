@@ -58,12 +58,12 @@ from rollout.state import KVCacheManagementMode
 from rollout.threads.interrupts import interrupt_deferred
 
 CUDA_STEP_TOKENS = 8192
-"""The value of `InferenceConfig.max_tokens_per_step` on CUDA if the option is None."""
+"""The token budget of a step on CUDA if `InferenceConfig.max_tokens_per_step` is None."""
 
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that stay when the others are rebuilt; see `DynamicInferenceEngine`."""
+    """The parts of an engine that survive `rebuild`; see `DynamicInferenceEngine`."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -78,11 +78,11 @@ class EngineBase:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype that forwards are autocast to; None: the caller's autocast applies."""
+        """The autocast dtype of the engine's forward passes; None: the caller's autocast applies."""
         return dtype_named(self.config.autocast_dtype)
 
     def under_autocast(self) -> AbstractContextManager[object]:
-        """Return the autocast that forwards run under."""
+        """Return the autocast context that the engine's forward passes run under."""
         return (
             nullcontext() if self.autocast is None else torch.autocast(self.guard.training_device.type, self.autocast)
         )
@@ -90,10 +90,11 @@ class EngineBase:
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """The parts of one engine that depend on its model; `max_sequence_length` limits prompt and completion together."""
+    """The parts of one engine that depend on its model, and that `rebuild` replaces."""
 
     config: InferenceConfig
     max_sequence_length: int
+    """The maximum number of tokens of prompt and completion together."""
     cache: KVCache
     context: DynamicInferenceContext
     controller: TextGenerationController
@@ -106,11 +107,11 @@ class EngineParts:
 
 
 def build(base: EngineBase) -> EngineParts:
-    """Build the parts from the model as it is now. Every rank that computes forwards with this one calls it.
+    """Build the parts from the current model. All ranks that compute forward passes together call this at the same time.
 
     Raises:
         UnsupportedModelError, InvalidRequestError: the engine cannot serve this model.
-        ConfigError: the engine cannot serve it with this configuration.
+        ConfigError: the engine cannot serve the model with this configuration.
     """
     model, config, peers = base.guard.source.sampled, base.config, base.peers
     collapse(model.parameters())
@@ -135,7 +136,7 @@ def build(base: EngineBase) -> EngineParts:
 
 
 def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
-    """Build the parts again, and move the requests in flight from `before` to them. If that raises, `before` is unchanged.
+    """Build new parts, and move the requests in flight from `before` to them. If this raises, `before` is unchanged.
 
     Raises: see `build`.
     """
@@ -170,8 +171,8 @@ def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
     """Build the parts again if windows or masks of attention layers have changed since `parts` were built.
 
     Raises:
-        UnsupportedModelError: the attention layers now do something that the engine does not support.
-        EngineStateError: settings have changed, and ranks compute each forward together.
+        UnsupportedModelError: the attention layers now use something that the engine does not support.
+        EngineStateError: settings have changed, but several ranks compute each forward pass together.
     """
     if not (names := parts.watch.changed_settings()):
         return parts
@@ -193,7 +194,7 @@ def _memory(
     longest: int,
     routers: Routers | None,
 ) -> tuple[KVCache, StatePool, DynamicInferenceContext]:
-    """Build the KV cache, the recurrent states and the scheduler over them.
+    """Build the KV cache, the pool of recurrent states, and the context that schedules over both.
 
     Raises:
         UnsupportedModelError: the model combines recurrent layers with an unsupported feature.
@@ -298,11 +299,11 @@ def _choose_forwards(
     *,
     whole: bool,
 ) -> None:
-    """Give a runner the forwards that are faster than the module's own.
+    """Set up the forward passes of a runner that are faster than the module's own: fused C++ code and CUDA graphs.
 
     Args:
-        asked: see `DecodeRuns`.
-        whole: this rank has all weights, and computes alone.
+        asked: the flag that stops a run of decode steps early; see `DecodeRuns`.
+        whole: whether this rank has all weights and computes alone.
     """
     module, layout, cache = runner.module, runner.layout, runner.cache
     if module.library is None:
@@ -360,7 +361,7 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
     """Allocate host memory for evicted blocks.
 
     Raises:
-        ConfigError: `gib` is too small for one block, or the host lacks the memory.
+        ConfigError: `gib` (size in GiB) is too small for one block, or the host lacks the memory.
     """
     # Take the smallest block count of all members: all members use the slot numbers that the first rank assigns.
     blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)

@@ -1,10 +1,10 @@
-"""The engine of one rank: continuous batching in the training process, with the module that the optimizer steps.
+"""The engine of one rank: continuous batching in the training process, with the module that the optimizer updates.
 
 Always true:
 - every accepted request ends once, as a complete record: finished, stale, aborted or failed;
 - an exception inside a step fails the requests of that step (`rollout.engine.parts.stepper`), and the engine continues;
-- whenever none of its calls is running, the trainer's model is exactly as the trainer left it;
-- weights that the ranks share are whole between `gather_weights` and `release_weights`, and steps run only there;
+- whenever no engine method is running, the trainer's model is exactly as the trainer left it;
+- sharded weights are whole between `gather_weights` and `release_weights`, and steps run only in between;
 - a request runs only while the adapters that were active when it was accepted are active again.
 """
 
@@ -53,17 +53,17 @@ from rollout.threads.locks import Turns
 
 
 class DynamicInferenceEngine:
-    """Continuous batching over a paged KV cache, by the training module itself.
+    """Continuous batching over a paged KV cache, computed by the training module itself.
 
     Args:
-        model: the `PreTrainedModel` the optimizer steps, also wrapped in DDP or torch.compile, or sharded by FSDP2
-            (then every rank builds its engine at the same time). It is called, never changed, and copied only if
-            `inference_dtype` or `inference_device` is set.
-        tokenizer: its tokenizer; None: prompts are token ids, and no text is produced.
-        config: see `InferenceConfig`.
-        token_values: see `RolloutManager`.
-        clock: returns seconds; tests replace it.
-        allocate: makes the KV pool's tensor; tests replace it.
+        model: the `PreTrainedModel` that the optimizer updates. It may be wrapped in DDP or torch.compile, or sharded by
+            FSDP2 (then every rank builds its engine at the same time). It is called, never changed, and copied only
+            if `inference_dtype` or `inference_device` is set.
+        tokenizer: the model's tokenizer; None: prompts are token ids, and no text is produced.
+        config: the options, see `InferenceConfig`; None: the defaults.
+        token_values: a function that computes values from hidden states, see `RolloutManager`; None: no values.
+        clock: returns the time in seconds; tests replace it.
+        allocate: allocates the KV pool's tensor; tests replace it.
 
     Raises:
         UnsupportedModelError: the engine does not support a part of the model; the message names the part.
@@ -82,29 +82,29 @@ class DynamicInferenceEngine:
         check_arguments(model, tokenizer, config)
         config = config or InferenceConfig()
         self.lifecycle = Lifecycle()
-        """The state machine, and the lock of the step boundary."""
+        """The state machine, and the lock that is held during a step."""
         self.turns = Turns(refuse_inside_forward)
-        """The queue of the threads that step until their requests finish."""
+        """The queue of the threads that run steps until their requests finish."""
         self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
         """The engine's reports to a trace of this process."""
         with plain_tensors():
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)
             """The model, its weights, and whether they changed without an announcement."""
             self.peers = Peers(self.weights, config)
-            """The ranks that compute forwards together with this one."""
+            """The ranks that compute forward passes together with this one."""
             self.adapters = LoraAdapters(self.weights.sampled)
-            """LoRA adapters that requests may name."""
+            """The LoRA adapters that requests may name."""
             self._base = EngineBase(
                 config, self.guard, self.peers, self.adapters, self.lifecycle, self.tap, tokenizer, token_values,
                 clock, allocate,
             )  # fmt: skip
             with self.guard.whole(), self._base.under_autocast():
                 self.parts: EngineParts = build(self._base)
-                """The parts that depend on the model as it was when they were built; `rebuild` replaces them."""
+                """The parts that depend on the model's state at build time; `rebuild` replaces them."""
                 if self.peers.lockstep is not None:
                     self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
-        """Reasons why the engine does not step: the coordinator, a weight update, the caller."""
+        """Who keeps the engine from stepping: the coordinator, a weight update, the caller."""
         watch(self)
         answer_signal()
 
@@ -115,7 +115,10 @@ class DynamicInferenceEngine:
         )
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines for `rollout.threads.diagnosis`: lifecycle, holds, lock, scheduler, last step, oldest samples."""
+        """Yield lines of text for `rollout.threads.diagnosis`.
+
+        They describe lifecycle, holds, lock, scheduler, last step and oldest samples.
+        """
         yield f"engine of {type(self.model).__name__}: {self.state.value}, policy version {self.policy_version}"
         yield (
             f"  holds: {self.holds.describe()}; lock: {self.lifecycle.lock.describe()}; turn: {self.turns.describe()}"
@@ -123,12 +126,12 @@ class DynamicInferenceEngine:
         yield from self.inspection.describe()
 
     def rebuild(self) -> None:
-        """Build the parts again from the model as it is now, whose device, dtype or vocabulary may have changed.
+        """Build the parts again from the current model, whose device, dtype or vocabulary may have changed.
 
-        Every rank calls it inside `guard.whole()`. Unfinished samples continue; their KV is computed again.
+        Every rank must call this method inside `guard.whole()`. Unfinished samples continue; their KV is recomputed.
 
         Raises:
-            UnsupportedModelError, InvalidRequestError, ConfigError: see `build`; nothing has changed.
+            UnsupportedModelError, InvalidRequestError, ConfigError: see `build`; the engine is unchanged.
         """
         self.parts = rebuilt(self._base, self.parts)
 
@@ -144,17 +147,17 @@ class DynamicInferenceEngine:
 
     @property
     def cache(self) -> KVCache:
-        """The memory of the KV blocks."""
+        """The KV cache: the memory of the KV blocks."""
         return self.parts.cache
 
     @property
     def controller(self) -> TextGenerationController:
-        """The part that tokenises, runs the model, samples and detokenises."""
+        """The part that tokenizes, runs the model, samples and detokenizes."""
         return self.parts.controller
 
     @property
     def inspection(self) -> Inspection:
-        """The part that reads the state of the engine."""
+        """The part that reports the engine's state."""
         return self.parts.inspection
 
     @property
@@ -164,27 +167,27 @@ class DynamicInferenceEngine:
 
     @property
     def weights(self) -> Weights:
-        """The source of the weights."""
+        """The source of the weights that the engine samples with."""
         return self.guard.source
 
     @property
     def model(self) -> nn.Module:
-        """The Hugging Face model the optimizer steps, without its wrappers."""
+        """The Hugging Face model that the optimizer updates, without wrappers such as DDP."""
         return self.guard.model
 
     locked = called("lifecycle", Lifecycle.locked)
 
     def follow_model(self) -> None:
-        """Build the parts again if windows or masks of attention layers have changed since they were built.
+        """Build the parts again if windows or masks of attention layers have changed since the last build.
 
-        Called with whole weights before steps, whenever the caller may have used the module. Raises: see `followed`.
+        Does nothing inside `installation`, or while the weights are sharded. Raises: see `followed`.
         """
         if not self.installation.active and self.weights.ready:
             self.parts = followed(self._base, self.parts)
 
     @contextmanager
     def stepping(self, *, follow: bool = True) -> Iterator[None]:
-        """Enclose steps between which the module counts as unchanged. `follow`: call `follow_model` first."""
+        """Open a block of steps that treats the module as unchanged. `follow`: whether to call `follow_model` first."""
         if follow:
             self.follow_model()
         with self.installation:
@@ -201,10 +204,10 @@ class DynamicInferenceEngine:
     def take_ended(
         self, keys: Callable[[tuple[int, int]], bool] = lambda key: True
     ) -> list[DynamicInferenceRequestRecord]:
-        """Return records that finished between two steps (aborted or too stale) and that no step has returned.
+        """Return finished records that no step has returned, such as records aborted or found too stale between steps.
 
         Args:
-            keys: selects records by (request_id, sample_index); the other records stay for the next step.
+            keys: a predicate on (request_id, sample_index). The next step returns the records that it rejects.
         """
         with self.lifecycle.lock:
             return self.parts.ledger.take(keys)
@@ -212,12 +215,13 @@ class DynamicInferenceEngine:
     def step(self, *, ahead: bool = False) -> list[DynamicInferenceRequestRecord]:
         """Run one step: schedule, execute, update. Return the records that finished since the last step, each exactly once.
 
-        Requests that were accepted under other adapters wait until those are active again; their KV may be evicted in the
-        meantime.
+        Requests that were accepted under other adapters wait until those adapters are active again. Meanwhile their KV may
+        be evicted.
 
         Args:
-            ahead: make further decode steps in the same call, for about 30 ms, if the fused CPU forward or a CUDA graph can:
-                until a sample finishes, another thread waits, or `ask_for_boundary` is called. The tokens are the same.
+            ahead: whether to make further decode steps in the same call, for about 30 ms. They stop early if a sample
+                finishes, another thread waits, or `ask_for_boundary` is called. Only the fused CPU forward pass can do this.
+                The tokens are the same.
 
         Raises:
             EngineStateError: the engine is not RUNNING.
@@ -262,15 +266,16 @@ class DynamicInferenceEngine:
     ) -> list[DynamicInferenceRequest]:
         """Run prompts until they finish. A second thread's call waits until the first one returns.
 
-        The next `step` returns other requests that finish in the meantime, and the requests of a call that raises.
+        The next `step` returns other callers' requests that finish during this call. If this call raises, the next `step`
+        also returns this call's requests.
 
         Returns:
             One merged request per sample, in the order of the prompts, samples next to each other.
 
         Raises:
-            InvalidRequestError: a prompt can never be served; nothing of this call was queued.
-            EngineStateError: the engine is not RUNNING; nothing of this call was queued.
-            WeightsChangedError: see `check_weights`; nothing of this call was queued.
+            InvalidRequestError: a prompt can never be served; no prompt of this call was queued.
+            EngineStateError: the engine is not RUNNING; no prompt of this call was queued.
+            WeightsChangedError: see `check_weights`; no prompt of this call was queued.
             RequestError: a request failed; the others' results are lost (use `RolloutManager` to keep them).
         """
         with self.turns.taken(), plain_tensors():
@@ -296,13 +301,14 @@ class DynamicInferenceEngine:
         """Compute logits of given sequences, without sampling, while requests in flight wait.
 
         Args:
-            take: gets the logits chunk by chunk.
+            wanted: the sequences, each with the positions whose logits are needed.
+            take: called with the logits, chunk by chunk; see `Take`.
 
         Returns:
             The policy version, and the names of the model's active adapters.
 
         Raises:
-            InvalidRequestError: this engine cannot compute a sequence; none was computed.
+            InvalidRequestError: this engine cannot compute one of the sequences; no sequence was computed.
             UnsupportedModelError: the weights are split over a group of ranks.
             EngineStateError: the engine is not RUNNING.
             WeightsChangedError: see `check_weights`.
@@ -353,30 +359,38 @@ class DynamicInferenceEngine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Numbers of running and of waiting samples."""
+        """The number of running samples, and the number of waiting samples."""
         return self.context.scheduler.num_active, self.context.scheduler.num_waiting
 
     def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
-        """Block until the engine is in a stable state.
+        """Block until the engine is in `state`, which must be a stable state.
+
+        Args:
+            state: the state to wait for.
+            timeout_s: the longest wait in seconds; None: `Advanced.control_timeout_s`.
 
         Raises:
             ValueError: `state` is transient.
-            DeadlineError: the state was not reached within `timeout_s` (None: `control_timeout_s`).
+            DeadlineError: the engine did not reach `state` in time.
         """
         self.lifecycle.wait_until(state, self.config.advanced.control_timeout_s if timeout_s is None else timeout_s)
 
     def check_weights(self) -> None:
-        """Raise if weights changed without an announced update; see `WeightsGuard.check`."""
+        """Raise `WeightsChangedError` if the weights changed without an announced update; see `WeightsGuard.check`."""
         self.guard.check(self.policy_version, self.controller.layout.vocab_size)
 
 
 @dataclass(frozen=True)
 class Support:
-    """The engine's requirements, and whether a model meets them. `str()` has a line for each; `bool()`: none is missing."""
+    """The engine's requirements, and whether a model meets them.
+
+    `str()` has one line per requirement; `bool()` is True if no requirement is missing.
+    """
 
     present: tuple[str, ...]
+    """The requirements that the model meets."""
     missing: tuple[str, ...]
-    """The reasons why construction raises, each with its cure."""
+    """The reasons why building an engine for the model would raise, each with its cure."""
 
     def __bool__(self) -> bool:
         return not self.missing
@@ -388,14 +402,14 @@ class Support:
 
 
 def inspect(model: nn.Module, config: InferenceConfig | None = None) -> Support:
-    """List the engine's requirements of a model, as present or missing, without stopping at the first missing one.
+    """List which of the engine's requirements a model meets, without stopping at the first missing one.
 
-    If nothing is missing, an engine with a small KV cache is built, and its forward in chunks is compared with the model's
-    own. On several ranks that share the weights every rank calls it.
+    If nothing is missing, build an engine with a small KV cache, and compare its chunked forward pass with the model's own.
+    If the weights are sharded over several ranks, every rank must call this function.
 
     Args:
         model: the model, as `RolloutManager` takes it.
-        config: options of the engine. None: defaults.
+        config: the engine's options; None: the defaults, with a small KV cache.
     """
     config = config or InferenceConfig(kv_cache_memory_gb=0.05)
     examined = examine(model, config.max_sequence_length)

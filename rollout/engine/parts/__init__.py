@@ -1,1 +1,1 @@
-"""The bookkeeping of one engine: admission, ledger, lifecycle, control, steps, inspection."""
+"""The bookkeeping of one engine: intake of requests, ledger, lifecycle, control, steps and inspection."""

@@ -1,6 +1,6 @@
-"""KV pool, state pool, block allocator and scheduler of one engine.
+"""KV pool, pool of recurrent states, block allocator and scheduler of one engine.
 
-Always true: after a suspend or a resume, block tables, state slots and the memory of both pools agree.
+Always true: after a suspend or a resume, block tables and state slots match the memory of both pools.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rollout.state import KVCacheManagementMode
 _log = logging.getLogger(__name__)
 KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
 SHRINK_BY = 8
-"""A step that runs out of memory takes one eighth of the blocks from the pool."""
+"""The divisor for shrinking the pool: a step that runs out of memory takes 1/8 of the blocks from the pool."""
 PRECISION = 32
-"""If a pool does not fit, a pool that is smaller by 1/32 is tried."""
+"""The divisor for fitting the pool: if the pool does not fit, a pool that is 1/32 smaller is tried."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,33 @@ class MemoryMove:
 
     bytes_copied: int = 0
     tokens_given_up: int = 0
-    """KV positions of unfinished requests that will be recomputed."""
+    """The number of KV positions of unfinished requests that will be recomputed."""
     requests_given_up: int = 0
-    """Requests whose KV was dropped because it no longer fits."""
+    """The number of requests whose KV was dropped because it no longer fits."""
     shrunk_by_blocks: int = 0
-    """Configured pool size minus current pool size, in blocks."""
+    """The configured pool size minus the current pool size, in blocks."""
     blocks_restored: int = 0
-    """Blocks whose KV was copied back."""
+    """The number of blocks whose KV was copied back to the device."""
     offload_failed: bool = False
-    """Whether there was no memory to offload the KV to, so it is computed again."""
+    """Whether there was no memory to offload the KV to, so that the KV will be recomputed."""
 
 
 class DynamicInferenceContext:
     """The KV cache, state pool, block allocator and scheduler, which suspend and resume together.
 
     Args:
-        spare: returns the bytes of the device that a forward could take now.
+        spare: returns the number of device bytes that a forward pass could still allocate.
 
     Attributes:
-        states: pool of the recurrent states, without slots if the model has none.
-        num_blocks: configured size of the pool; `cache.num_blocks` is the current one.
-        headroom: bytes of the device that the pool leaves free for a step.
-        to_come: returns the bytes that CUDA graphs will take; they are also left free if the pool keeps half of its blocks.
-        may_shrink: whether `resume` may make the pool smaller; all pools of a tensor-parallel group have equal blocks.
-        kept: the least that a suspend has kept since this was set: `KEPT_ALL`, `KEPT_HELD` or `KEPT_NOTHING`.
+        states: the pool of recurrent states; it has no slots if the model has no recurrent layers.
+        num_blocks: the configured size of the KV pool, in blocks; `cache.num_blocks` is the current size.
+        headroom: the number of device bytes that the pool leaves free for a step.
+        to_come: returns the number of bytes that CUDA graphs will take. These bytes are also left free, unless the pool
+            would shrink to half of its blocks or less.
+        may_shrink: whether `resume` may make the pool smaller. False in a tensor-parallel group, whose pools must have
+            equal size.
+        kept: the least that a suspend has kept since the caller last set this: `KEPT_ALL`, `KEPT_HELD` (blocks held by
+            requests) or `KEPT_NOTHING`.
     """
 
     def __init__(
@@ -97,16 +100,24 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """Pages in use on the first rank of a tensor-parallel group, with and without pages that are only cached."""
+        """The pages in use on the first rank of a tensor-parallel group, with and without pages that are only cached.
+
+        None: use this rank's own allocator.
+        """
         self.may_shrink = True
         self.kept = KEPT_ALL
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Use the pages that the first rank reports: pages with content, and pages that a request holds."""
+        """Set the pages to suspend and resume, as the first rank of the group reports them.
+
+        Args:
+            live: ids of the pages with content.
+            held: ids of the pages that a request holds.
+        """
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the arguments of `follow_blocks` on the other members."""
+        """Return the arguments with which the other members of the group call `follow_blocks`."""
         return self.allocator.pages.live(), self.allocator.held_memory()
 
     def _live_memory(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
@@ -121,9 +132,9 @@ class DynamicInferenceContext:
         return len(self._live_memory())
 
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """Keep, offload or drop the KV cache according to `mode`. If it raises, nothing has changed.
+        """Keep, offload or drop the KV cache according to `mode`. If this method raises, nothing has changed.
 
-        If there is no memory to offload to, the KV is dropped and computed again.
+        If there is no memory to offload to, the KV is dropped, and recomputed after `resume`.
         """
         given_up = copied = 0
         offload_failed = False
@@ -150,7 +161,7 @@ class DynamicInferenceContext:
         return MemoryMove(bytes_copied=copied, tokens_given_up=given_up, offload_failed=offload_failed)
 
     def resume(self) -> MemoryMove:
-        """Restore KV cache and states on the device; if memory is short, pools shrink and the youngest requests start over.
+        """Restore KV cache and states on the device. If memory is short, shrink the pool and requeue the youngest requests.
 
         Raises:
             EngineStateError: there is no room even for the largest unfinished request; nothing has changed.
@@ -184,18 +195,18 @@ class DynamicInferenceContext:
         return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks, blocks)
 
     def drop(self) -> None:
-        """Free the device memory of both pools, losing their content."""
+        """Free the device memory of both pools; their content is lost."""
         self.cache.drop()
         self.states.drop()
 
     def shrink(self, why: BaseException | None = None) -> bool:
-        """Make the pool smaller for a step that ran out of device memory; every request is computed again.
+        """Make the pool smaller after a step ran out of device memory. The KV of every request is recomputed.
 
         Args:
-            why: the error, for the requests' events; None: nothing has run yet.
+            why: the error, recorded in the requests' events; None: no event is recorded.
 
         Returns:
-            False: the largest unfinished request needs the whole pool; nothing has changed.
+            Whether the pool is now smaller. False: the largest unfinished request needs the whole pool; nothing has changed.
 
         Raises:
             EngineStateError: the smaller pool did not fit either, because other code took the memory.
@@ -213,7 +224,7 @@ class DynamicInferenceContext:
         return True
 
     def keep_free(self, headroom: int) -> None:
-        """Leave `headroom` bytes to the forward, now and at every resume; called before there are requests."""
+        """Leave `headroom` device bytes free for the forward pass, now and at every resume. Call it before any request."""
         self.headroom = headroom
         if self._spare() < headroom + self.to_come():
             self.allocator.drop_cached()
@@ -239,7 +250,7 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Return the number of blocks that the largest unfinished request needs; the whole pool if it cannot shrink."""
+        """Return the number of blocks that the largest unfinished request needs; all blocks if the pool must not shrink."""
         if not self.may_shrink:
             return self.num_blocks
         needed = [
@@ -248,7 +259,7 @@ class DynamicInferenceContext:
         return max(needed, default=1)
 
     def _follow_pool(self) -> NDArray[np.int32] | None:
-        """Set the allocator to the pool's size; returns the result of `BlockPages.resize`."""
+        """Resize the allocator to the pool's size. Return the result of `BlockPages.resize`."""
         self.allocator.pages.poisoned.clear()
         return self.allocator.pages.resize(self.cache.num_blocks)
 
@@ -264,7 +275,7 @@ class DynamicInferenceContext:
             size = max(least, size - max(1, size // PRECISION))
 
     def _take(self, size: int, least: int) -> torch.OutOfMemoryError | None:
-        """Allocate a pool of `size` blocks; return the error if it does not fit or leaves too little for the forward."""
+        """Allocate a pool of `size` blocks. Return the error if it does not fit, or leaves too little for a forward pass."""
         try:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
@@ -289,10 +300,12 @@ class DynamicInferenceContext:
 
 
 def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: torch.device) -> int:
-    """Return the slots of the state pool: two per running sequence (state and snapshot), in half of the memory.
+    """Return the number of slots in the state pool: two per running sequence, one for its state and one for a snapshot.
+
+    The slots take at most half of the KV memory budget.
 
     Raises:
-        ConfigError: the memory budget does not hold a single slot.
+        ConfigError: half of the memory budget does not hold a single slot.
     """
     if config.advanced.state_slots is not None:
         return config.advanced.state_slots
@@ -317,11 +330,11 @@ def pool_size(
     routes: RouteShape | None,
     state_bytes: int,
 ) -> int:
-    """Return the number of blocks of the KV pool, from the configuration and free memory.
+    """Return the number of blocks in the KV pool, computed from the configuration and the free memory.
 
     Args:
-        routes: shape of the expert routes that every block holds next to K and V.
-        state_bytes: part of the memory budget that the recurrent states take.
+        routes: shape of the expert routes that every block holds next to keys and values; None: no routes are recorded.
+        state_bytes: number of bytes of the memory budget that the recurrent states take.
 
     Raises:
         ConfigError: the memory budget does not hold a single block.
@@ -353,7 +366,7 @@ def _budget(config: InferenceConfig, device: torch.device) -> float:
 
 
 def spare_bytes(device: torch.device) -> float:
-    """Return the bytes that tensors on a CUDA device can still use, torch's cache included; infinite elsewhere."""
+    """Return the bytes that tensors on a CUDA device can still use, torch's cache included; infinite on other devices."""
     return _free_bytes(device) if device.type == "cuda" else math.inf
 
 

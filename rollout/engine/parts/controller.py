@@ -1,4 +1,4 @@
-"""Facade over tokenisation, forward, sampling and detokenisation of one model."""
+"""Facade over tokenization, forward pass, sampling and detokenization of one model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from rollout.sampling_params import SamplingParams
 _log = logging.getLogger(__name__)
 
 _PROCESSOR_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, KeyError)
-"""Exceptions that processors raise for unsupported input."""
+"""The exceptions that Hugging Face processors raise for input that they do not support."""
 
 
 class TextGenerationController:
-    """One model with its tokenizer, or the processor around it (None: prompts are token ids and no text is produced)."""
+    """One model with its tokenizer.
+
+    `tokenizer` may also be a processor, which contains a tokenizer. None: prompts are token ids and no text is produced.
+    """
 
     def __init__(self, model: nn.Module, tokenizer: Any, layout: ModelLayout, runner: ModelRunner) -> None:
         self.model = model
@@ -46,11 +49,13 @@ class TextGenerationController:
         return unpadded(prompts, *owners, name=name, single=single)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids, or an `ImagePrompt` if it has images; chat messages get a generation prompt.
+        """Return a prompt's token ids, or an `ImagePrompt` if the prompt has images.
+
+        Chat messages are rendered with the chat template, generation prompt included.
 
         Raises:
             TypeError: the prompt is not text, token ids, chat messages or a processor's output.
-            InvalidRequestError: a message has no role, or content that this model does not take, such as an image.
+            InvalidRequestError: a message has no role, or has content that this model does not support, such as an image.
             ConfigError: the prompt is text or messages, and there is no tokenizer.
         """
         if isinstance(prompt, str):
@@ -101,18 +106,20 @@ class TextGenerationController:
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's chat template, with placeholders that the processor expands; None: the tokenizer's."""
+        """The processor's chat template, whose image placeholders the processor expands; None: use the tokenizer's."""
         template = getattr(self.processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
     def process(self, text: str, images: Sequence[MessageImage]) -> list[int]:
-        """Build the prompt of a text with one placeholder per image, which the processor expands.
+        """Build the prompt of a text with images. The processor expands the text's placeholder of each image.
 
         Args:
-            images: in the order of their placeholders.
+            text: the text, with one placeholder per image.
+            images: the images, in the order of their placeholders.
 
         Raises:
-            InvalidRequestError: there is no processor, it rejects an image, an image cannot be read, or all are too large.
+            InvalidRequestError: there is no processor, the processor rejects an image, an image cannot be read, or the
+                images together have too many pixels.
         """
         if self.processor is None:
             raise InvalidRequestError(
@@ -151,7 +158,7 @@ class TextGenerationController:
         """Check that prompt tokens are valid model input.
 
         Raises:
-            InvalidRequestError: the prompt is empty or has an id outside the vocabulary.
+            InvalidRequestError: the prompt is empty, or contains a token id outside the vocabulary.
         """
         if not tokens:
             raise InvalidRequestError("the prompt is empty: at least one token is needed, such as a BOS token")
@@ -160,10 +167,10 @@ class TextGenerationController:
             raise InvalidRequestError(f"prompt token {bad}: must be in [0, {self.layout.vocab_size})")
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check sampling parameters against the vocabulary and the loaded adapters; compile `structured`.
+        """Check sampling parameters against the vocabulary and the loaded adapters. Compile the `structured` constraint.
 
         Raises:
-            InvalidRequestError: an adapter is not loaded, `structured` does not compile, a token id is outside the
+            InvalidRequestError: the adapter is not loaded, `structured` does not compile, a token id is outside the
                 vocabulary, or `min_tokens` and the stop ids leave no token to draw.
         """
         named = {name: getattr(params, name) or () for name in ("logit_bias", "stop_token_ids")}
@@ -183,10 +190,10 @@ class TextGenerationController:
             )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
-        """Return a stop-string detector for these parameters; None without stop strings.
+        """Return a stop-string detector for these parameters; None if they have no stop strings.
 
         Raises:
-            ConfigError: there are stop strings and no tokenizer.
+            ConfigError: there are stop strings but no tokenizer.
         """
         if not params.stop:
             return None
@@ -194,7 +201,7 @@ class TextGenerationController:
         return CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
 
     def detokenize(self, tokens: Sequence[int]) -> str | None:
-        """Return the text of completion tokens without special tokens; None without a tokenizer."""
+        """Return the text of completion tokens, leaving out special tokens; None if there is no tokenizer."""
         if self.tokenizer is None:
             return None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -202,7 +209,7 @@ class TextGenerationController:
     def fill_segments(self, request: InferenceRequest) -> None:
         """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
 
-        One piece of text per token; joined, they equal `decode` of all tokens.
+        A segment is the piece of text of one token; the joined segments equal `decode` of all tokens.
 
         Raises:
             ConfigError: there is no tokenizer.
@@ -213,12 +220,12 @@ class TextGenerationController:
         request.generated_sequence_lengths = [request.generated_length]
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return token ids that finish a request: its own and, unless `ignore_eos`, the model's end-of-sequence ids."""
+        """Return the token ids that finish a request: its `stop_token_ids` and, unless `ignore_eos`, the model's EOS ids."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
 
     def admit(self, sample: Sample) -> None:
-        """Write a sample's parameters into the sampling table, the constraints and the adapters, in its row."""
+        """Set a sample's parameters, constraint and adapter for its row of the sequence table."""
         request = sample.request
         key = stream_key(int(request.seed or 0), sample.record.sample_index)
         self.runner.sampling.set(sample.row, sample.params, key)
@@ -242,7 +249,7 @@ def _warn_of_other_eos(model: nn.Module, tokenizer: Any) -> None:
 
 
 def eos_token_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of a model's configurations and of its tokenizer (None: there is none)."""
+    """Return the EOS token ids of a model's generation config, its config and its tokenizer (which may be None)."""
     found: dict[int, None] = {}
     for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         value = getattr(owner, "eos_token_id", None)

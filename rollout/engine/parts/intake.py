@@ -1,4 +1,4 @@
-"""Accepts requests: checks prompts and records, builds their samples, numbers and queues them."""
+"""Accepts requests: checks prompts and records, assigns request ids, builds the samples and queues them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Intake:
     """Queues the requests of one engine.
 
     Args:
-        _clock: seconds, for arrival times.
-        _routes: shape of the expert routes that the engine records; None: it records none.
+        _clock: returns the time in seconds, for arrival times.
+        _routes: shape of the expert routes that the engine records; None: the engine records no routes.
 
     Attributes:
-        next_request_id: id of the next request without its own.
-        order: number of groups queued so far, which breaks ties in the queue.
+        next_request_id: the id of the next request that is added without an id.
+        order: the number of groups queued so far; it breaks ties in the queue.
     """
 
     _config: InferenceConfig
@@ -69,21 +69,22 @@ class Intake:
         samples: Sequence[int] | None = None,
         arrival_time: float | None = None,
     ) -> int:
-        """Accept one prompt (and its n samples); it runs in the coming steps.
+        """Accept one prompt and its n samples, which run in the coming steps.
 
         Args:
             prompt: text, token ids, chat messages, or a processor's output for one prompt with images.
+            sampling_params: the sampling parameters; None: the defaults.
             request_id: id of the request; None: the engine's next id.
-            priority: higher runs first; requests of equal priority run in order of arrival.
-            metadata: msgpack-able, returned untouched in the results.
-            samples: which of the n samples to compute (other ranks may compute the others); None: all.
-            arrival_time: seconds by the engine's clock, from which times are counted; None: now.
+            priority: requests with a higher number run first; requests of equal priority run in order of arrival.
+            metadata: any value that msgpack can serialize; results contain it unchanged.
+            samples: indices of the samples to compute (other ranks may compute the others); None: all n samples.
+            arrival_time: start of the request's time measurements, in seconds of the engine's clock; None: now.
 
         Returns:
             The request id.
 
         Raises:
-            InvalidRequestError: it can never be served; nothing was queued.
+            InvalidRequestError: the request can never be served; nothing was queued.
             EngineStateError: the engine is stopping or stopped.
         """
         (params,) = one_each(sampling_params, 1)
@@ -109,7 +110,7 @@ class Intake:
             return number
 
     def add_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[int]:
-        """Queue prompts, or none of them; returns their ids."""
+        """Queue all prompts and return their request ids. If this method raises, no prompt is queued."""
         numbers: list[int] = []
         try:
             for prompt in prompts:
@@ -126,7 +127,7 @@ class Intake:
         """Continue an unfinished record (from `snapshot`, another engine or a checkpoint file) where it stopped.
 
         Raises:
-            InvalidRequestError: it can never be served here; nothing was queued.
+            InvalidRequestError: this engine can never serve the record; nothing was queued.
         """
         with uninterrupted(), self._lifecycle.lock:
             self._lifecycle.refuse_when_stopped()
@@ -142,7 +143,7 @@ class Intake:
         """Return the token ids of a prompt that `add_request` would accept; nothing is queued.
 
         Raises:
-            InvalidRequestError, ConfigError, TypeError: `add_request` would raise.
+            InvalidRequestError, ConfigError, TypeError: `add_request` would raise this error.
         """
         (params,) = one_each(sampling_params, 1)
         tokens = self._controller.tokenize(prompt)
@@ -156,20 +157,24 @@ class Intake:
         return tokens
 
     def check_record(self, record: DynamicInferenceRequestRecord) -> None:
-        """Check a record that `add_record` would queue; nothing is queued.
+        """Check whether an engine with this configuration can continue a record; nothing is queued.
 
         Raises:
-            InvalidRequestError, ConfigError: no engine like this one could continue it.
+            InvalidRequestError, ConfigError: no engine with this configuration can continue the record.
         """
         _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
         self.images(record.request_id, prompt_of(record[0]))
         self._check(record[0].prompt_tokens, record[0].sampling_params)
 
     def abort_request(self, request_id: int, sample_index: int | None = None) -> int:
-        """Abort a request now, in any state; its blocks are free when this returns.
+        """Abort a request at once, in any state. Its KV blocks are released when this method returns.
+
+        Args:
+            request_id: id of the request.
+            sample_index: the only sample to abort; None: all samples of the request.
 
         Returns:
-            Number of aborted samples (0: it had finished, or never existed).
+            The number of aborted samples. 0: the request had finished, or never existed.
         """
         with uninterrupted(), self._lifecycle.lock:
             removed = self._scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
@@ -178,7 +183,7 @@ class Intake:
             return len(removed)
 
     def forget(self, request_id: int, sample_index: int) -> None:
-        """Drop a sample that never ran here, without counting or returning it. Unknown samples are ignored."""
+        """Drop a sample that never ran on this engine, without counting or returning it. Ignore unknown samples."""
         with self._lifecycle.lock:
             for sample in self._scheduler.remove(lambda key: key == (request_id, sample_index)):
                 self._ledger.forget(sample)
@@ -210,7 +215,7 @@ class Intake:
         metadata: Any = None,
         arrival_time: float | None = None,
     ) -> Sample:
-        """Build the samples `indices` of a new request: the first one, with the others as its unforked `siblings`.
+        """Build the samples `indices` of a new request. Return the first one; the others are its unforked `siblings`.
 
         Raises:
             InvalidRequestError: the request can never be served.
@@ -233,11 +238,11 @@ class Intake:
         return samples[0]
 
     def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
-        """Build a sample that continues an unfinished record after its last token; updates the record in place.
+        """Build a sample that continues an unfinished record after its last token. Update the record in place.
 
         Raises:
-            InvalidRequestError: it can never be served here, its policy version is later than `version`, or its kept tokens
-                do not match its tokens.
+            InvalidRequestError: this engine can never serve the record, the record's policy version is later than `version`,
+                or the record's kept tokens do not match its tokens.
         """
         number = record.request_id
         _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
@@ -272,10 +277,10 @@ class Intake:
         return self._sample(record, order, pictured)
 
     def from_prompt(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
-        """Build a sample that restarts from its prompt: tokens are discarded, events are kept.
+        """Build a sample that restarts a record from its prompt: tokens are discarded, events are kept.
 
         Raises:
-            InvalidRequestError: it can never be served here.
+            InvalidRequestError: this engine can never serve the record.
         """
         first = record[0]
         prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
@@ -297,10 +302,10 @@ class Intake:
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
     def restart(self, sample: Sample) -> bool:
-        """Queue a stale sample, which is in no queue, again from its prompt; if that raises, the sample fails.
+        """Requeue a stale sample from its prompt; it must have been removed from its queue. If that raises, it fails.
 
         Returns:
-            Whether it was queued.
+            Whether the sample was queued.
         """
         try:
             fresh = self.from_prompt(sample.record, sample.order, self._scheduler.version)
@@ -326,10 +331,10 @@ class Intake:
             raise InvalidRequestError(f"request {number}: {exc}", number) from exc
 
     def clamped(self, number: int, tokens: list[int], params: SamplingParams) -> SamplingParams:
-        """Check prompt tokens and parameters; return the parameters with `max_tokens` clamped to the context length.
+        """Check prompt tokens and parameters. Return the parameters with `max_tokens` clamped to the context length.
 
         Raises:
-            InvalidRequestError: such a request can never be served.
+            InvalidRequestError: a request with this prompt and these parameters can never be served.
         """
         self._controller.check_tokens(tokens)
         self._controller.check_params(params)
@@ -364,7 +369,7 @@ class Intake:
     def _request(
         self, images: ImageInputs | None, pictured: PromptImages, tokens: list[int], **fields: Any
     ) -> DynamicInferenceRequest:
-        """Return a request for this engine, in the class that its images need."""
+        """Build a request for this engine: a `VLMInferenceRequest` if it has images, else a `DynamicInferenceRequest`."""
         fields |= {
             "prompt_tokens": tokens,
             "block_size_tokens": self._config.advanced.block_size_tokens,
@@ -411,13 +416,13 @@ class Intake:
 
 
 def prompt_of(request: DynamicInferenceRequest) -> list[int]:
-    """Return the original prompt tokens of a record's first segment, with the images."""
+    """Return the original prompt of a record's first segment: its tokens, and its images if it has any."""
     given, images = request.prompt_tokens[: request.original_prompt_length], request.images
     return given if images is None else ImagePrompt(given, images)
 
 
 def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape | None, vocabulary: int) -> None:
-    """Raise for records with fields that the engine does not support, instead of ignoring them silently."""
+    """Raise `InvalidRequestError` if a record sets a field that the engine does not support and would ignore."""
     for request in record:
         if isinstance(request, VLMInferenceRequest) and request.images is None and request.num_tiles:
             field, cure = "num_tiles", "there is no image; give imgs, or clear it"
@@ -438,7 +443,7 @@ def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape |
 
 
 def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -> str:
-    """Return why the engine cannot continue after a request's expert routes; empty: it can."""
+    """Return the reason why a request's expert routes prevent the engine from continuing it; empty if they do not."""
     indices = request.routing_indices
     if indices is None:
         return ""
@@ -453,7 +458,7 @@ def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -
 
 
 def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str:
-    """Return why the engine cannot continue after a request's kept tokens; empty: it can."""
+    """Return the reason why a request's kept tokens prevent the engine from continuing it; empty if they do not."""
     sets = request.generated_kept_tokens
     if not request.sampling_params.return_kept_tokens:
         unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
@@ -464,7 +469,11 @@ def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str
 
 
 def _fit_values(record: DynamicInferenceRequestRecord, width: int) -> None:
-    """Drop a record's values if the engine has no value function (`width` 0); otherwise make missing ones NaN."""
+    """Drop a record's token values if the engine has no value function (`width` 0); otherwise fill in NaN for missing ones.
+
+    Raises:
+        InvalidRequestError: the values do not have `width` numbers for each token.
+    """
     for segment in record:
         shape = (segment.generated_length, width)
         if not width:
