@@ -1,4 +1,4 @@
-"""Control of one engine: pause, suspend, resume, stop, adapter switches and weight updates, at step boundaries."""
+"""Control of one engine between its steps: pause, suspend, resume, stop, adapter switches and weight updates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class EngineControl:
-    """Lifecycle calls of one engine, announcements of weights, adapters and the prefix cache."""
+    """The control calls of one engine: lifecycle, announced weight updates, LoRA adapters and the prefix cache."""
 
     _config: InferenceConfig
     _lifecycle: Lifecycle
@@ -50,7 +50,7 @@ class EngineControl:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """Enclose a change of the model's active adapters, at a step boundary. `what` is ignored."""
+        """Open a block in which the caller changes the model's active adapters; no step runs inside. `what` is ignored."""
         with self._lifecycle.locked():
             try:
                 yield
@@ -59,7 +59,7 @@ class EngineControl:
         self._lifecycle.moved()
 
     def pause(self) -> None:
-        """Stop stepping at the next step boundary; requests keep their KV and wait."""
+        """Stop stepping after the current step. Requests keep their KV and wait."""
         self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
@@ -67,13 +67,15 @@ class EngineControl:
         self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Free the KV cache's device memory according to `mode` (None: the configured mode).
+        """Keep, offload or drop the KV cache on the device, according to `mode`.
 
         Args:
-            keep_prefix_cache: also keep cached blocks that no request holds. They are useless once the weights change.
+            mode: the KV cache mode; None: the configured mode.
+            keep_prefix_cache: whether to also keep cached blocks that no request holds. They are useless once the weights
+                change.
 
         Raises:
-            ConfigError: there is no such mode.
+            ConfigError: `mode` is not a mode.
             EngineStateError: the engine is not PAUSED.
         """
         chosen = KVCacheManagementMode.parse(mode) or self._config.kv_cache_management_mode
@@ -88,7 +90,7 @@ class EngineControl:
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache on the device, and wait for the copies; the engine is PAUSED afterwards."""
+        """Restore the KV cache on the device and wait until it is copied. The engine is PAUSED afterwards."""
 
         def act() -> MemoryMove:
             move = self._context.resume()
@@ -98,7 +100,7 @@ class EngineControl:
         return self._signal(ControlSignal.RESUME, act) or MemoryMove()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
-        """Stop the engine. Every unfinished request fails; returns all records not returned yet."""
+        """Stop the engine and fail every unfinished request. Return all records that were not returned yet."""
 
         def act() -> None:
             for sample in self._context.scheduler.remove(lambda key: True):
@@ -122,16 +124,16 @@ class EngineControl:
         return done
 
     def weights_updated(self, version: int | None = None) -> int:
-        """Announce changed weights: the policy version moves by 1, or to `version`, in any state but STOPPED.
+        """Announce changed weights, in any state but STOPPED. Set the policy version to `version`; None: add 1.
 
-        KV of earlier weights is no longer shared, even if `version` is the current one. Requests that would exceed
-        `max_staleness` are handled by `staleness_policy`; this never raises because of them.
+        KV of earlier weights is no longer shared, even if `version` is the current version. `staleness_policy` decides what
+        happens to requests that are now beyond `max_staleness`; no error is raised because of them.
 
         Returns:
             The new policy version.
 
         Raises:
-            ConfigError: `version` is below the current one, or not an integer.
+            ConfigError: `version` is lower than the current version, too large, or not an integer.
         """
         with self._lifecycle.locked():
             self._lifecycle.refuse_when_stopped()
@@ -168,10 +170,10 @@ class EngineControl:
                 self._ledger.counters["requests_requeued"] += self._intake.restart(sample)
 
     def load_weights(self, folder: str | PathLike[str]) -> int:
-        """Load a folder of safetensors into the module between two steps; call `weights_updated` afterwards.
+        """Load a folder of safetensors files into the module between two steps. Call `weights_updated` afterwards.
 
         Returns:
-            Number of tensors loaded.
+            The number of tensors loaded.
 
         Raises:
             ConfigError: the folder does not fit the model; nothing was changed.
@@ -192,12 +194,13 @@ class EngineControl:
             return loaded
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
-        """Load a LoRA adapter from a folder, as PEFT saves it, for requests with `SamplingParams.adapter=name`.
+        """Load a LoRA adapter from a folder saved by PEFT, for requests with `SamplingParams.adapter=name`.
 
-        Replaces a loaded adapter of that name, whose requests continue with the new one; call `weights_updated` then.
+        The new adapter replaces a loaded adapter of the same name, and running requests continue with the new one. In that
+        case, call `weights_updated` afterwards.
 
         Returns:
-            Number of layers that it changes.
+            The number of layers that the adapter changes.
 
         Raises:
             ConfigError: the name is malformed, or the adapter does not fit the model; nothing was changed.
@@ -225,10 +228,10 @@ class EngineControl:
             return self._adapters.num_layers(name)
 
     def unload_adapter(self, name: str) -> int:
-        """Unload an adapter; requests that name it fail. Harmless when repeated.
+        """Unload an adapter and fail the requests that name it. Do nothing if no such adapter is loaded.
 
         Returns:
-            Number of samples that failed.
+            The number of samples that failed.
         """
         with self._lifecycle.locked():
             scheduler = self._context.scheduler
@@ -241,12 +244,12 @@ class EngineControl:
         return len(keys)
 
     def flush_prefix_cache(self) -> int:
-        """Drop every cached block that no request holds; returns their number."""
+        """Drop every cached block that no request holds, and return the number of dropped blocks."""
         with self._lifecycle.lock:
             return self._context.allocator.drop_cached()
 
     def track_prefix_cache(self, changes: CacheChanges) -> list[int]:
-        """Record changes of the prefix cache in `changes` from now on; returns the hashes cached now."""
+        """Start recording changes of the prefix cache in `changes`. Return the hashes that are currently cached."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
             return list(self._context.allocator.index.current)

@@ -1,4 +1,4 @@
-"""Explains how one engine runs its model on this machine, and why: layers, forward, kernels, KV pool, advice."""
+"""Explains how one engine runs its model on this machine, and why: layers, forward pass, kernels, KV pool, advice."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
-"""The number of tokens that the pool should have room for in each of `max_requests` sequences."""
+"""The number of tokens per sequence below which the advice is a larger pool, counting `max_requests` sequences."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
-"""The size of the timed decode: sequences, and tokens of each prompt and completion."""
+"""The size of the timed decode: number of sequences, tokens per prompt, tokens per completion."""
 _EXACT = "C++ operations whose sums have an order that follows from the place in their own row"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Report of how an engine runs its model on this machine. `str()` is a page of text, `as_dict()` plain values."""
+    """A report on how an engine runs its model on this machine. `str()` is a page of text, `as_dict()` plain values."""
 
     fused: bool | None
-    """Whether the fused forward runs; None: unknown while suspended or sharded."""
+    """Whether the fused forward pass runs; None: unknown, because the engine is suspended or its weights are sharded."""
     why_not_fused: str
+    """The reason why the fused forward pass does not run; empty if it runs or this is unknown."""
     rows: tuple[tuple[str, str], ...]
-    """Title and text of each line of the page, without the advice."""
+    """The lines of the page, each as (title, text), without the advice."""
     advice: tuple[str, ...]
-    """Causes of unnecessary slowness, with cures."""
+    """The causes of unnecessary slowness, each with a cure."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return values for JSON: whether the fused forward runs, the reason if not, and the texts of each title."""
+        """Return the report as values for JSON: the attributes, with the texts of `rows` in lists by their title."""
         texts: dict[str, list[str]] = {}
         for title, text in self.rows:
             texts.setdefault(title, []).append(text)
@@ -69,7 +70,11 @@ class Explanation:
 def explain(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, source: WeightSource, length: int
 ) -> Explanation:
-    """Read an engine's parts, which no step may use in the meantime; `length`: longest sequence, in tokens."""
+    """Explain how an engine with these parts runs. No step may run during the call.
+
+    Args:
+        length: maximum length of a sequence, in tokens.
+    """
     unknown = (source.collective and not source.ready) or not runner.cache.on_device
     why = None if unknown else runner.why_not_fused()
     rows = (
@@ -93,15 +98,16 @@ def decode_trial(
     length: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Decode random tokens, best of two, and return the speed in words; the time of the prompts is subtracted.
+    """Decode from random prompts and return the speed as text. The faster of two runs counts, without the prompts' time.
 
-    Uses request ids, so nothing else should sample with this engine.
+    The trial uses up request ids, so nothing else should sample with this engine.
 
     Args:
-        generate: the engine's method.
+        generate: the engine's `generate` method.
+        scheduler: the engine's scheduler.
         vocabulary: number of token ids.
-        length: longest sequence, in tokens.
-        clock: seconds.
+        length: maximum length of a sequence, in tokens.
+        clock: returns the time in seconds.
     """
     count = min(SEQUENCES, scheduler.num_places, _pool_tokens(scheduler) // (2 * (PROMPT + TOKENS)))
     if not count or length <= PROMPT + TOKENS:
@@ -125,10 +131,10 @@ def decode_trial(
 def greedy_trial(
     generate: Callable[[Sequence[list[int]], SamplingParams], list[DynamicInferenceRequest]], model: PreTrainedModel
 ) -> str:
-    """Compare greedy tokens with `model.generate`, and return the result in words.
+    """Compare the engine's greedy tokens with `model.generate`, and return the result as text.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the tokens differ.
     """
     prompt, greedily = [5, 6, 7, 8], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     ours = generate([prompt], greedily)[0].generated_tokens
@@ -322,7 +328,7 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the number of cores that this process may use.
 
     Args:
-        root: folder of the control groups; for tests.
+        root: folder of the Linux control groups; tests replace it.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with suppress(OSError, ValueError):

@@ -1,11 +1,12 @@
-"""Named holds on one engine, which is kept at the highest level that any holder requests.
+"""Named holds on one engine. The engine is kept at the highest level that any holder requests.
 
-    holds.hold(UPDATE, HoldLevel.SUSPENDED)     the engine is paused and suspended, unless it is already
-    holds.hold(COORDINATOR, HoldLevel.PAUSED)   the engine stays suspended, the higher level
-    holds.release(UPDATE)                       resumed, but paused: the coordinator still requests it
+    holds.hold(UPDATE, HoldLevel.SUSPENDED)     the engine is paused and suspended, unless it already is
+    holds.hold(COORDINATOR, HoldLevel.PAUSED)   the engine stays suspended, which is the higher level
+    holds.release(UPDATE)                       the engine resumes but stays paused, as the coordinator still requests
 
-A level above every hold that the engine's own verbs (`engine.pause()`) lead to counts as a hold of `DIRECT`, until
-`engine.unpause()` or a release of `DIRECT`. A level below the holds lasts until the next change of a hold.
+Users may also call the engine's own methods, such as `engine.pause()`. If such a call raises the engine above every hold,
+the new level counts as a hold of `DIRECT`, until `engine.unpause()` or a release of `DIRECT`. If it lowers the engine below
+a hold, the lower level lasts until the next change of any hold.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ class HoldLevel(IntEnum):
     PAUSED = 1
     """The engine makes no steps; the KV cache stays."""
     SUSPENDED = 2
-    """The engine makes no steps; the KV cache is handled according to the mode."""
+    """The engine makes no steps; the KV cache is kept, offloaded or dropped according to the mode."""
 
 
 COORDINATOR = "coordinator"
-"""Holder: the job's coordinator, by a control call."""
+"""The holder name of the job's coordinator, which holds by a control call."""
 UPDATE = "weight update"
-"""Holder: the optimizer hook or `suspended()`, until the weights are announced or until the next `generate`."""
+"""The holder name of a weight update: the optimizer hook or `suspended()` holds until the new weights are announced, or until
+the next `generate`."""
 BLOCK = "suspended()"
-"""Holder: an open `with suspended():` block."""
+"""The holder name of an open `with suspended():` block."""
 PAUSE = "pause()"
-"""Holder: `RolloutManager.pause`."""
+"""The holder name of `RolloutManager.pause`."""
 SUSPEND = "suspend()"
-"""Holder: `RolloutManager.suspend`."""
+"""The holder name of `RolloutManager.suspend`."""
 DIRECT = "engine"
-"""Holder: the engine's own methods, called directly."""
+"""The holder name of direct calls of the engine's own methods."""
 
 _LEVELS = {
     EngineState.RUNNING: HoldLevel.RUNNING,
@@ -51,7 +53,7 @@ _LEVELS = {
 
 
 class HeldEngine(Protocol):
-    """Lifecycle verbs of an engine, documented in `EngineControl`."""
+    """The lifecycle methods of an engine, documented in `EngineControl`."""
 
     @property
     def state(self) -> EngineState: ...
@@ -63,9 +65,9 @@ class HeldEngine(Protocol):
 
 
 class Holds:
-    """Levels requested by named holders; the engine is moved to the highest one at every change.
+    """The levels that named holders request of one engine. Every change moves the engine to the highest level.
 
-    All methods may be called by any thread; those that move the engine wait for its step boundary.
+    Any thread may call any method. Methods that move the engine wait until its current step has finished.
     """
 
     def __init__(self, engine: HeldEngine) -> None:
@@ -77,47 +79,48 @@ class Holds:
         return holder in self._asked
 
     def level(self, holder: str) -> HoldLevel:
-        """Return the level that a holder requests; `DIRECT`'s follows from the engine's state at its step boundary."""
+        """Return the level that a holder requests. The level of `DIRECT` is derived from the engine's state between steps."""
         if holder == DIRECT:
             with self._engine.locked():
                 self._note_direct()
         return self._asked.get(holder, HoldLevel.RUNNING)
 
     def describe(self) -> str:
-        """Return the holders and the levels they request; takes no lock."""
+        """Describe the holders and the levels that they request, without taking a lock."""
         asked = [f"{holder} ({level.name.lower()})" for holder, level in tuple(self._asked.items())]
         return ", ".join(asked) or "none"
 
     @property
     def forbid_steps(self) -> bool:
-        """Whether a holder other than `DIRECT` requests more than RUNNING; takes no lock."""
+        """Whether a holder other than `DIRECT` requests a level above RUNNING. Reading it takes no lock."""
         return any(holder != DIRECT for holder in tuple(self._asked))
 
     def hold(self, holder: str, level: HoldLevel, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Request `level` in place of the earlier request of `holder`, and move the engine accordingly.
+        """Replace the level that `holder` requests by `level`, and move the engine to the highest level requested.
 
         Args:
             mode, keep_prefix_cache: see `EngineControl.suspend`; used if this call suspends the engine.
 
         Returns:
-            Result of the suspend or resume that it led to.
+            The result of the suspend or resume that the engine made, if any.
 
         Raises:
-            ConfigError: there is no such mode.
+            ConfigError: `mode` is not a mode.
             EngineStateError, EngineDeadError: the engine is stopped.
-            Exception: suspending or resuming failed. After any error the earlier request is in force.
+            Exception: suspending or resuming failed. After any error the holder's earlier request is in force again.
         """
         return self._change({holder: level}, mode, keep_prefix_cache)
 
     def release(self, *holders: str) -> MemoryMove:
-        """End holds, ignoring those that do not exist. Returns and raises as `hold`."""
+        """Release the holds of these holders; holders without a hold are ignored. Return and raise like `hold`."""
         return self._change(dict.fromkeys(holders, HoldLevel.RUNNING), None, True)
 
     @contextmanager
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
-        """Open a block in which `holder` requests `level`; the last of nested and overlapping blocks to end releases.
+        """Open a block in which `holder` requests `level`.
 
-        Does nothing on a stopped engine.
+        Blocks of one holder may nest or overlap; the last one to end releases the hold. On a stopped engine the block has no
+        effect.
         """
         with self._engine.locked():
             if self._engine.state is not EngineState.STOPPED:

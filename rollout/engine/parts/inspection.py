@@ -1,4 +1,4 @@
-"""Read-only state of an engine: unfinished samples and their progress, counters and gauges, obstacles to progress."""
+"""Read access to an engine's state: unfinished samples and their progress, counters, gauges, and why nothing can run."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Inspection:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has work to do or records to return, with the currently active adapters."""
+        """Whether a step would have work to do or records to return, under the currently active adapters."""
         return bool(self._ledger.ended or self._context.scheduler.has_work(self._watch.variant()))
 
     @property
     def resized(self) -> bool:
-        """Whether the vocabulary has changed since the engine was built; then `rebuild` is due."""
+        """Whether the vocabulary size has changed since the engine was built, so that `rebuild` must be called."""
         changed = self._guard.resized(self._controller.layout.vocab_size) is not None
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raise `EngineStateError` if all unfinished samples wait for inactive adapters, or are in no queue."""
+        """Raise `EngineStateError` if no unfinished sample can run: all wait for inactive adapters, or are in no queue."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}
@@ -72,12 +72,12 @@ class Inspection:
 
     @property
     def acting_adapters(self) -> str:
-        """The description of the model's active adapters."""
+        """The names of the model's active adapters, for messages."""
         with self._lifecycle.lock:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain how the engine runs this model on this machine, and why; `print` it. Runs between two steps."""
+        """Explain how the engine runs this model on this machine, and why. `print` the result. Waits for the current step."""
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._context.scheduler, self._config, self._guard.source,
@@ -85,7 +85,7 @@ class Inspection:
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:
-        """Return lines about samples, blocks, last step and oldest samples; takes no lock."""
+        """Yield lines of text about samples, KV blocks, the last step and the oldest samples, without taking a lock."""
         scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
         unfinished = self._ledger.unfinished()
         running = scheduler.num_active
@@ -129,15 +129,15 @@ class Inspection:
             return records
 
     def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
-        """Return the tokens that unfinished samples have gained since `known`; takes a few microseconds per sample.
+        """Return the tokens that unfinished samples have gained since `known`. This takes a few microseconds per sample.
 
         Args:
-            known: (request_id, sample_index) → (completion tokens known, the prompt's policy version at that time, events
-                known).
+            known: the caller's state by (request_id, sample_index): the number of completion tokens it has, the policy
+                version it has for the prompt, and the number of events it has.
 
         Returns:
-            One row per sample of `known` with more tokens, or that was requeued (`StalenessPolicy.REQUEUE`) and counts
-            from 0 again.
+            One delta per sample of `known` that has new tokens, or that restarted from its prompt
+            (`StalenessPolicy.REQUEUE`), so that its tokens count from 0 again.
         """
         with self._lifecycle.lock:
             table, live = self._context.scheduler.table, self._ledger.live
@@ -152,7 +152,10 @@ class Inspection:
             return grown
 
     def staleness(self) -> dict[int, int]:
-        """Return unfinished request id → number of weight updates since the oldest token of its samples; 0: no tokens."""
+        """Return the staleness of each unfinished request, by request id.
+
+        Staleness is the number of weight updates since the oldest completion token of its samples; 0: it has no such token.
+        """
         with self._lifecycle.lock:
             largest: dict[int, int] = {}
             for sample in self._context.scheduler:
@@ -162,11 +165,11 @@ class Inspection:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts of steps, prompt tokens and requests that failed, were aborted, became too stale or were requeued."""
+        """The numbers of steps, of prompt tokens, and of requests that failed, were aborted, became stale or were requeued."""
         return self._ledger.counters
 
     def stats(self) -> dict[str, float]:
-        """Return counters since construction and current gauges, by the names of `ENGINE_STATS`."""
+        """Return the counters since construction and the current gauges, by their names in `ENGINE_STATS`."""
         scheduler, runner, allocator = self._context.scheduler, self._controller.runner, self._context.allocator
         sources = SimpleNamespace(
             scheduler=scheduler,
@@ -188,11 +191,11 @@ class Inspection:
     # --- read by a trace (`TracedEngine`) -------------------------------------------------------------------------
 
     def traced_state(self) -> str:
-        """Return the value of the lifecycle state."""
+        """Return the name of the lifecycle state."""
         return self._lifecycle.state.value
 
     def traced_records(self) -> list[DynamicInferenceRequestRecord]:
-        """Return current records of the unfinished samples, read at a step boundary."""
+        """Return the records of the unfinished samples, brought up to date between two steps."""
         with self._lifecycle.lock:
             unfinished = self._ledger.unfinished()
             for sample in unfinished:

@@ -1,6 +1,6 @@
-"""Samples of one engine from acceptance until they are returned: unfinished by request, finished records, counters.
+"""The ledger of one engine: its unfinished samples, its finished records that were not returned yet, and counters.
 
-Always true: an accepted sample is either in `live` or in `ended`, until `take` returns it once.
+Always true: an accepted sample is either in `live` or in `ended`, until `take` returns its record exactly once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _counters() -> dict[str, int]:
 
 @dataclass(eq=False)
 class Ledger:
-    """Samples of one engine that were accepted and not returned yet.
+    """The samples of one engine that were accepted and not returned yet.
 
     Attributes:
-        live: unfinished samples, by request id and sample index.
-        ended: finished records that were not returned yet.
-        counters: `ENGINE_STATS` that are counted here: steps, prompt tokens, requests.
+        live: the unfinished samples, by request id and then by sample index.
+        ended: the finished records that were not returned yet.
+        counters: the counters of `ENGINE_STATS` that the ledger keeps: steps, prompt tokens and requests.
     """
 
     _scheduler: Scheduler
@@ -48,7 +48,7 @@ class Ledger:
     counters: dict[str, int] = field(default_factory=_counters)
 
     def free_indices(self, number: int, n: int, samples: Sequence[int] | None) -> Sequence[int]:
-        """Return the sample indices that a request may add: `samples`, or all `n`.
+        """Return the sample indices that a request adds: `samples`, or all `n` if `samples` is None.
 
         Raises:
             InvalidRequestError: an index is in use, repeated, or not in [0, n).
@@ -67,7 +67,7 @@ class Ledger:
         return samples
 
     def accept(self, *samples: Sample) -> None:
-        """Add samples that the scheduler has queued to the unfinished ones."""
+        """Record samples that the scheduler has queued as unfinished."""
         for sample in samples:
             number, index = sample.key
             self.live.setdefault(number, {})[index] = sample
@@ -78,31 +78,31 @@ class Ledger:
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
-        """Return the arrival of the oldest unfinished request, in seconds since the epoch; 0: there is none."""
+        """Return when the oldest unfinished request arrived, in seconds since the epoch; 0 if no request is unfinished."""
         # Look at all requests: a continued request may be older than requests with lower ids.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
 
     def staleness(self, sample: Sample) -> int:
-        """Return the number of weight updates since the oldest completion token of a sample; 0: it has no tokens."""
+        """Return the number of weight updates since a sample's oldest completion token; 0 if it has no such token."""
         request = sample.request
         oldest = request.policy_spans.oldest(start=request.original_prompt_length)
         return 0 if oldest is None else self._scheduler.version - oldest
 
     def end(self, sample: Sample, reason: FinishReason, error: str | None = None) -> None:
-        """Finish a sample that is in no queue, and collect it."""
+        """Finish a sample that the scheduler has removed from its queues, and collect its record."""
         self._scheduler.leave(sample, reason, error)
         self.collect(sample)
 
     def fail(self, samples: Sequence[Sample], exc: Exception) -> None:
-        """Finish samples with an error and its event."""
+        """Finish samples with the error `exc`, and add an error event to each."""
         now = self._clock()
         for sample in samples:
             sample.request.add_event_error_nontransient(exc, timestamp=now)
             self.end(sample, FinishReason.ERROR, f"{type(exc).__name__}: {exc}")
 
     def collect(self, sample: Sample) -> None:
-        """Move a finished sample from `live` to `ended`, with its text, latency and count."""
+        """Move a finished sample from `live` to `ended`: fill in its text and latency, and count it."""
         record, request = sample.record, sample.request
         if (counter := _COUNTED.get(request.finish_reason)) is not None:
             self.counters[counter] += 1
@@ -114,14 +114,14 @@ class Ledger:
         self.forget(sample)
 
     def forget(self, sample: Sample) -> None:
-        """Remove a sample from the unfinished ones."""
+        """Remove a sample from `live`."""
         number, index = sample.key
         self.live[number].pop(index, None)
         if not self.live[number]:
             del self.live[number]
 
     def take(self, keys: Callable[[tuple[int, int]], bool] = lambda key: True) -> list[DynamicInferenceRequestRecord]:
-        """Return the finished records whose (request_id, sample_index) matches; the others stay."""
+        """Remove and return the finished records for whose (request_id, sample_index) `keys` returns True."""
         taken: list[DynamicInferenceRequestRecord] = []
         stay: list[DynamicInferenceRequestRecord] = []
         for record in self.ended:
@@ -130,7 +130,7 @@ class Ledger:
         return taken
 
     def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
-        """Put back records that `take` returned but that were not delivered; the next `take` returns them again."""
+        """Put back records that `take` returned but that did not reach the caller. The next `take` returns them again."""
         self.ended[:0] = taken
 
     def _text(self, sample: Sample) -> str | None:

@@ -1,4 +1,4 @@
-"""The engine's state machine: legal transitions, waiting for states, and the lock of its step boundary."""
+"""The engine's state machine: allowed transitions, waiting for a state, and the lock that is held during a step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Lifecycle:
-    """The state machine of one engine. Every transition happens under `lock`, at a step boundary.
+    """The state machine of one engine. Every transition happens under `lock`, between two steps.
 
     Attributes:
         lock: the lock that is held during a step.
-        cause_of_death: the error that stopped the engine for good; None: it is alive.
-        on_move: called after every control call and weight update, and when the engine dies, even if nothing has changed.
-            The calling thread may hold `lock`, so it must not wait for another thread.
+        cause_of_death: the error that stopped the engine for good; None: the engine is not dead.
+        on_move: a listener, called after every control call and weight update, and when the engine dies, even if the state
+            is the same. The calling thread may hold `lock`, so the listener must not wait for another thread.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Lifecycle:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Enclose several calls at one step boundary: no step of another thread runs between them."""
+        """Open a block in which no other thread can run a step. Entering waits for the current step to finish."""
         with interrupt_deferred(), self.lock, plain_tensors():
             yield
 
@@ -46,10 +46,10 @@ class Lifecycle:
             self.on_move()
 
     def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
-        """Call `act` and move to the signal's next state. If `act` raises, the state is as before.
+        """Call `act` and move to the state that follows `signal`. If `act` raises, restore the previous state.
 
         Returns:
-            The result of `act`; None: the signal has no effect in this state.
+            The result of `act`; None: the signal has no effect in the current state, and `act` was not called.
 
         Raises:
             EngineStateError: the signal is not allowed in the current state.
@@ -82,11 +82,11 @@ class Lifecycle:
         self._move(EngineState.STOPPED)
 
     def wait_until(self, state: EngineState, timeout_s: float) -> None:
-        """Block until the engine is in a stable state.
+        """Block until the engine is in `state`, which must be a stable state.
 
         Raises:
-            ValueError: `state` is a transient one.
-            DeadlineError: not reached within `timeout_s`.
+            ValueError: `state` is transient.
+            DeadlineError: the engine did not reach `state` within `timeout_s` seconds.
         """
         if state not in STABLE_ENGINE_STATES:
             stable = ", ".join(sorted(each.value for each in STABLE_ENGINE_STATES))
@@ -108,7 +108,7 @@ class Lifecycle:
             raise EngineStateError(f"the engine is {self.state.value}: it accepts no requests; build another")
 
     def refuse_unless_running(self) -> None:
-        """Raise `EngineStateError`, or `EngineDeadError`, unless the engine is running."""
+        """Raise `EngineStateError` or `EngineDeadError` unless the engine is RUNNING."""
         self.refuse_when_stopped()
         if self.state is not EngineState.RUNNING:
             cure = "resume() and unpause()" if self.state is EngineState.SUSPENDED else "unpause()"

@@ -1,4 +1,4 @@
-"""The ranks that compute forwards together with this one: a tensor-parallel group, or ranks whose layers exchange tokens."""
+"""The ranks that compute forward passes together with this one: a tensor-parallel or an expert-parallel group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rollout.errors import EngineStateError
 
 
 class Peers:
-    """This rank's place among the ranks that compute forwards with it. All of them construct it at the same time.
+    """This rank's role among the ranks that compute forward passes with it. All of them construct it at the same time.
 
     Attributes:
-        group: ranks that compute every step together, each with its shard of the weights; None: this rank alone.
-        leader: how the group's first rank leads it; None: this rank does not lead.
-        lockstep: ranks whose layers exchange tokens with this rank's; None: each forward is this rank's own.
+        group: the tensor-parallel ranks, which compute every step together, each with its shard of the weights. None: this
+            rank steps alone.
+        leader: sends work to the other members if this rank is the group's first; None: this rank is not the first.
+        lockstep: the expert-parallel ranks, whose layers exchange tokens, so that all run each forward pass together.
+            None: there are no such ranks.
     """
 
     def __init__(self, weights: Weights, config: InferenceConfig) -> None:
@@ -34,23 +36,23 @@ class Peers:
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
         self.together: Together = self.lockstep or self.leader or Together()
-        """Involves the other ranks in each forward of this one."""
+        """The object that involves the other ranks in each forward pass of this rank; without others it does nothing."""
 
     @property
     def everyone(self) -> TensorParallelGroup | None:
-        """The ranks that must take part in every forward of this one; None: there are none."""
+        """The ranks that must take part in every forward pass of this rank; None: it computes alone."""
         return self.group if self.lockstep is None else self.lockstep.group
 
     def least(self, value: int) -> int:
-        """Return the smallest value among the tensor-parallel group, whose members all call it."""
+        """Return the smallest `value` in the tensor-parallel group. All members of the group must call this method."""
         return value if self.group is None else self.group.least(value)
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether a condition is true on all ranks that compute forwards with this one; all of them call it."""
+        """Return whether `holds` is True on all ranks that compute forward passes together. All of them must call this."""
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:
-        """Raise `EngineStateError` if a step needs the other ranks and they are not in a call."""
+        """Raise `EngineStateError` if a step needs the other ranks, but they are not inside a joint call."""
         self.together.refuse_alone()
         if self.group is not None and self.leader is None:
             raise EngineStateError(

@@ -1,10 +1,10 @@
-"""Forward of given sequences over the paged KV cache: logits at chosen positions, chunk by chunk; nothing is sampled.
+"""Forward passes over given sequences with the paged KV cache: logits at chosen positions, chunk by chunk, no sampling.
 
-Always true here:
+Always true:
 - sequences are packed and chunked like prompts; prefixes that they share, or that are cached, are computed once;
-- requests in flight wait; the youngest lose their KV only if the longest sequence finds no room;
-- at most `LOGITS_BYTES` of logits (or the logits of one position) exist at a time;
-- no block is held afterwards, even after an exception.
+- requests in flight wait; the youngest lose their KV only if there is no room for the longest sequence;
+- at most `LOGITS_BYTES` of logits exist at a time, or the logits of one position if these are larger;
+- a run releases all its blocks, even if it raises.
 """
 
 from __future__ import annotations
@@ -32,36 +32,40 @@ from rollout.sampling_params import SamplingParams
 from rollout.threads.interrupts import uninterrupted
 
 LOGITS_BYTES = 1 << 29
-"""Bounds the float32 logits of one forward."""
+"""The maximum size of the float32 logits of one forward pass, in bytes."""
 
 _NOTHING_SAMPLED = StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
 _PROMPT_ONLY = SamplingParams(max_tokens=0, seed=0)
 
 Take = Callable[[NDArray[np.int64], NDArray[np.int64], Tensor], bool]
-"""(sequence index [K], position [K], logits [K, V], valid until the next call) → whether all are finite."""
+"""A callback for the logits of one chunk; it returns whether all of them are finite.
+
+Its arguments describe K positions of a vocabulary of size V: sequence index [K], position in the sequence [K], and logits
+[K, V], which are valid until the next call.
+"""
 
 
 class Wanted(NamedTuple):
     """One sequence, and the positions whose logits are needed."""
 
     tokens: Sequence[int]
-    """Token ids of the sequence, at least one."""
+    """The token ids of the sequence, at least one."""
     positions: NDArray[np.int64]
-    """Positions, ascending, at least one. Tokens after the last position are computed only if there are images."""
+    """The positions, ascending, at least one. Tokens after the last position are computed only if there are images."""
     images: ImageInputs | None = None
-    """Images of the placeholders among the tokens."""
+    """The images that the placeholder tokens stand for; None if there are none."""
     adapter: str | None = None
     """The name of a loaded LoRA adapter; None: the model with its own active adapters."""
 
     @property
     def params(self) -> SamplingParams:
-        """Parameters of a request that computes the sequence and samples nothing."""
+        """The parameters of a request that computes the sequence and samples nothing."""
         return _PROMPT_ONLY if self.adapter is None else _PROMPT_ONLY.replace(adapter=self.adapter)
 
 
 @dataclass(eq=False)
 class Prefill:
-    """Computes logits of given sequences with the parts of one engine, whose lock the caller holds."""
+    """Computes logits of given sequences with the parts of one engine. The caller holds the engine's lock."""
 
     _config: InferenceConfig
     _runner: ModelRunner
@@ -69,11 +73,11 @@ class Prefill:
     _intake: Intake
 
     def run(self, wanted: Sequence[Wanted], take: Take) -> None:
-        """Pass the logits of every wanted position to `take`, each once or, after a preemption, again.
+        """Pass the logits of every wanted position to `take`. After a preemption, positions may be passed again.
 
         Raises:
-            InvalidRequestError: a sequence cannot be computed (see `Intake.clamped`, `Intake.images`); names its index.
-                Nothing was computed.
+            InvalidRequestError: a sequence cannot be computed (see `Intake.clamped`, `Intake.images`). The message contains
+                the sequence's index. Nothing was computed.
         """
         longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
         scheduler = self._scheduler(longest_whole)
@@ -88,7 +92,7 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Return the number of tokens of the longest image, which one step must compute together. Raises as `run`."""
+        """Return the size of the longest image whose tokens must be computed in one step, in tokens. Raises: see `run`."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
@@ -155,14 +159,17 @@ class Prefill:
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:
-    """Return the first `count` tokens; all tokens if there are images, because every placeholder needs its image."""
+    """Return the first `count` tokens, or all tokens if there are images, because each image needs its placeholder."""
     return list(wanted.tokens[:count]) if wanted.images is None else ImagePrompt(wanted.tokens, wanted.images)
 
 
 def _wanted_of(
     step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return three arrays [K] for the wanted positions of a step: sequence index, position, and index in the packed row."""
+    """Return three arrays [K] for the K wanted positions of a step.
+
+    They are the sequence index, the position in the sequence, and the index in the step's packed row of positions.
+    """
     indices, positions, packed = [], [], []
     offset = 0
     for sample, start, count in zip(step.prefills, step.starts.tolist(), step.counts.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""One engine step: follow the model's adapters and forward, schedule, execute, update.
+"""One engine step: read the model's adapters and forward settings, schedule, execute, update.
 
-An exception fails the requests of the step. After `MAX_FAILED_STEPS` failed steps in a row, or if a member of the
-tensor-parallel group is lost, the engine is dead and every unfinished request fails.
+An exception fails the requests of the step. After `MAX_FAILED_STEPS` failed steps in a row, or if a rank that computes
+together with this one is lost, the engine is dead and every unfinished request fails.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Stepper:
     """The loop body of one engine; the caller of `step` holds the engine's lock.
 
     Attributes:
-        last: the step that was scheduled last; None: there was nothing to run.
-        made: number of decode steps of the last call; 1 if it had prefill chunks, 0 if nothing ran or it failed.
+        last: the most recently scheduled step; None: nothing could run.
+        made: the number of decode steps that the last call of `step` made; 1 if the step had prefill chunks, 0 if nothing
+            ran or the step failed.
     """
 
     _context: DynamicInferenceContext
@@ -57,10 +58,10 @@ class Stepper:
         return self._context.scheduler
 
     def step(self, *, ahead: bool = False) -> None:
-        """Schedule, execute, update; finished records go to the ledger.
+        """Schedule, execute and update. Add finished records to the ledger.
 
         Args:
-            ahead: make several decode steps in one call if nothing needs Python in between.
+            ahead: whether to make several decode steps in one call if no Python code must run in between.
         """
         log, self.made = self._tap.log, 0
         if log is not None:
@@ -83,7 +84,10 @@ class Stepper:
                 self._run(step, log)
 
     def follow_forward(self) -> Variant:
-        """Read the active adapters and forward settings; KV of other settings is not shared. Returns the adapters."""
+        """Read the active adapters and forward settings, and return the adapters.
+
+        If they have changed, clear the caches, because KV computed under other settings must not be shared.
+        """
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
@@ -143,8 +147,10 @@ class Stepper:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
-        """Handle a forward that raised: if device memory ran out, the pool shrinks; otherwise every request of the step
-        fails."""
+        """Handle a forward pass that raised.
+
+        If device memory ran out, shrink the KV pool. Otherwise fail every request of the step.
+        """
         if lacks_device_memory(exc):
             # Clear the exception's frames, which keep the failed forward pass's tensors alive.
             clear_frames(exc.__traceback__)
@@ -159,7 +165,7 @@ class Stepper:
         self._count_failed_step(exc)
 
     def _make_room(self, exc: Exception) -> bool:
-        """Free device memory at the cost of all KV; returns whether there was any to free."""
+        """Free device memory by shrinking the KV pool, which loses all KV. Return whether the pool could shrink."""
         self._controller.runner.release_workspace(graphs=True)
         before = self._context.cache.num_blocks
         if not self._context.shrink(exc):
@@ -180,9 +186,9 @@ class Stepper:
         self._ledger.fail(self._scheduler.remove(lambda key: key[0] == exc.request_id), cause)
 
     def _start_over(self, exc: Exception) -> None:
-        """Free all rows and blocks, which an exception in `schedule` or `update` has left in disagreement.
+        """Free all rows and blocks, because an exception in `schedule` or `update` has left them inconsistent.
 
-        Every request with a row fails, and the one that was being admitted; waiting requests are not affected.
+        Every request with a row fails, and so does the request that was being admitted. Waiting requests are not affected.
         """
         scheduler = self._scheduler
         for sample in scheduler.preemption.start_over(self._ledger.unfinished()):
@@ -201,7 +207,7 @@ class Stepper:
             self._die(exc)
 
     def _die(self, exc: Exception) -> None:
-        """Stop for good: every unfinished request fails, and the KV cache is freed."""
+        """Stop the engine for good: fail every unfinished request and free the KV cache."""
         self._lifecycle.die(exc)
         self._ledger.fail(self._scheduler.remove(lambda key: True), exc)
         self._context.drop()
@@ -209,13 +215,13 @@ class Stepper:
     # --- steps of a tensor-parallel group -----------------------------------------------------------------------
 
     def follow(self) -> Any:
-        """Compute the work that the first rank of the tensor-parallel group sends, until its call is over.
+        """Compute the work that the first rank of the tensor-parallel group sends, until that rank's call returns.
 
         Returns:
-            The outcome that the first rank sends (see `Leader.leading`).
+            The outcome that the first rank sends at the end of its call (see `Leader.leading`).
 
         Raises:
-            EngineDeadError: the group has ended.
+            EngineDeadError: the group is lost, so it can compute no more steps.
         """
         assert self._peers.group is not None
 
@@ -228,10 +234,10 @@ class Stepper:
             return follow(self._peers.group, compute)
 
     def agree(self, state: int) -> int:
-        """Return the smallest state of the ranks that exchange tokens with this one; all call it (see `Lockstep`).
+        """Return the smallest `state` among the expert-parallel ranks, all of which must call this (see `Lockstep`).
 
         Raises:
-            EngineDeadError: the group has ended.
+            EngineDeadError: the group is lost, so it can compute no more steps.
         """
         assert self._peers.lockstep is not None
         with self._dead_without_the_others():
@@ -249,7 +255,7 @@ class Stepper:
 
 
 def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tuple[int, ...]:
-    """Return the numbers of a step for its `StepRow`; `made`: decode steps of the call."""
+    """Return the numbers of a step for its `StepRow`. `made`: the number of decode steps made in the call."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
     decodes, entries = step.num_decodes, len(step.rows)
