@@ -34,8 +34,8 @@ class HoldLevel(IntEnum):
 COORDINATOR = "coordinator"
 """The holder name of the job's coordinator, which holds by a control call."""
 UPDATE = "weight update"
-"""The holder name of a weight update: the optimizer hook or `suspended()` holds until the new weights are announced, or until
-the next `generate`."""
+"""The holder name of a weight update. The optimizer hook or `suspended()` holds until the new weights are announced, or
+until the next `generate`."""
 BLOCK = "suspended()"
 """The holder name of an open `with suspended():` block."""
 PAUSE = "pause()"
@@ -79,7 +79,7 @@ class Holds:
         return holder in self._asked
 
     def level(self, holder: str) -> HoldLevel:
-        """Return the level that a holder requests. The level of `DIRECT` is derived from the engine's state between steps."""
+        """Return the level that a holder requests. For `DIRECT`, derive it from the engine's state between steps."""
         if holder == DIRECT:
             with self._engine.locked():
                 self._note_direct()

@@ -77,7 +77,7 @@ class Inspection:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain how the engine runs this model on this machine, and why. `print` the result. Waits for the current step."""
+        """Explain how the engine runs this model on this machine, and why. Wait for the current step. `print` the result."""
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._context.scheduler, self._config, self._guard.source,
@@ -165,7 +165,7 @@ class Inspection:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The numbers of steps, of prompt tokens, and of requests that failed, were aborted, became stale or were requeued."""
+        """The numbers of steps, prompt tokens, and requests that failed, were aborted, became stale or were requeued."""
         return self._ledger.counters
 
     def stats(self) -> dict[str, float]:
