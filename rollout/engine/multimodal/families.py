@@ -1,4 +1,4 @@
-"""The families of vision-language models with image support: how each cuts a prompt's tensors into items."""
+"""The families of vision-language models with image support, and how each splits a prompt's tensors into items."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 SECONDS = "second_per_grid_ts"
-"""The tensor with the seconds per step of a video's grid in time."""
+"""The name of the tensor with the seconds per time step of each video's grid."""
 
 
 class GridFamily(Family):
-    """Muse Glimmer: patches of all images in one row, a grid per image; videos likewise."""
+    """Muse Glimmer: the patches of all images are concatenated, with a grid per image; the same for videos."""
 
     types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
     images: tuple[str, ...] = (PIXELS, "image_grid_thw")
@@ -51,7 +51,7 @@ class GridFamily(Family):
 
 
 class RotaryGridFamily(GridFamily):
-    """Qwen-VL: rotary positions in time, height and width."""
+    """Qwen-VL: like Muse Glimmer, with rotary positions in time, height and width."""
 
     types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     token_types = "mm_token_type_ids"
@@ -93,7 +93,7 @@ class RotaryGridFamily(GridFamily):
 
 
 class CropFamily(Family):
-    """Gemma 3: one square crop per run of placeholders, whose positions attend to each other in both directions."""
+    """Gemma 3: each run of placeholders is one square crop, and its positions attend to each other in both directions."""
 
     types = ("gemma3",)
     token_types = "token_type_ids"
@@ -109,7 +109,7 @@ class CropFamily(Family):
 
 
 class TileFamily(Family):
-    """Idefics 3 and SmolVLM: every image as several tiles, each a run of placeholders of the same length."""
+    """Idefics 3 and SmolVLM: an image is several tiles, and each tile is a run of placeholders of the same length."""
 
     types = ("idefics3", "smolvlm")
     tiled = True
@@ -132,7 +132,7 @@ class TileFamily(Family):
 
 
 class PooledFamily(Family):
-    """Gemma 4: patches of an image at their places, pooled by squares; every layer has token embeddings."""
+    """Gemma 4: an image is patches with positions, and squares of patches are pooled; every layer has token embeddings."""
 
     types = ("gemma4",)
     images = (PIXELS, "image_position_ids")
@@ -181,7 +181,7 @@ FAMILIES: tuple[type[Family], ...] = (RotaryGridFamily, GridFamily, CropFamily, 
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family of a model; None: the engine does not support its images."""
+    """Return the family of a model, or None if the engine does not support images for this model."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if not hasattr(model, "get_image_features"):
         return None

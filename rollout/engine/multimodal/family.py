@@ -1,7 +1,7 @@
-"""Families of vision-language models: how images are cut into items, encoded, and placed among the tokens of a step.
+"""The base class of families of vision-language models: splits images into items, encodes and positions them.
 
-An *item* is an image, or one tile of it. The tower encodes each item alone, so its embeddings do not depend on the batch and
-can be shared. The model's own functions (`get_image_features`, `get_rope_index`) compute everything.
+An *item* is an image, one tile of an image, or a video. The vision tower encodes each item separately, so the embeddings do
+not depend on the batch and can be shared. The model's own functions (`get_image_features`, `get_rope_index`) compute them.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 VIDEO_PIXELS = "pixel_values_videos"
 Cut = tuple[dict[str, Tensor], int]
-"""The tower's arguments for an item, and the number of embeddings of the item."""
+"""The vision tower's arguments for an item, and the number of embeddings of the item."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageItem:
-    """An image, a tile of one, or a video."""
+    """An image, a tile of an image, or a video."""
 
     inputs: dict[str, Tensor]
-    """The tower's arguments."""
+    """The vision tower's arguments."""
     count: int
     """The number of embeddings, one per placeholder token."""
     digest: bytes
-    """The digest of the inputs, and of everything else that affects its positions."""
+    """The digest of `inputs` and of everything else that affects the item's positions."""
     video: bool = False
-    """Whether the item's placeholders are a video's."""
+    """Whether the item is a video."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepImages:
-    """Changes that the images of a step's sequences make in its forward; P packed positions.
+    """The changes that images make to the forward pass of a step with P packed positions.
 
     Attributes:
-        index: [I] packed positions of the image embeddings.
-        embeddings: [I, hidden], then any embeddings added after the first decoder layers. Empty: there are none.
-        positions: [P], or [4, P] (place in the sequence, time, height, width) where the last three differ.
-        seen: [P] last position that each attends to; None: its own.
+        index: packed positions of the I image embeddings, [I].
+        embeddings: the image embeddings, [I, hidden size], followed by any embeddings that are added after the first decoder
+            layers. Empty: the step has no image embeddings.
+        positions: rotary positions, [P], or [4, P] if time, height and width may differ: position in the sequence, time,
+            height, width.
+        seen: last position that each position attends to, [P]; None: its own position.
     """
 
     index: NDArray[np.int64]
@@ -56,14 +58,14 @@ class StepImages:
 
     @property
     def only_shifts(self) -> bool:
-        """Whether the step differs from a text step only in its positions, one per row."""
+        """Whether the step differs from a step without images only in one rotary position per packed position."""
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
     def part(self, chosen: NDArray[np.int64]) -> StepImages:
-        """Select the changes for a forward of some of the step's positions.
+        """Return the changes to a forward pass of some of the step's positions.
 
         Args:
-            chosen: packed positions, in the order of that forward.
+            chosen: packed positions of the step, in the order of the forward pass.
         """
         place = np.full(self.positions.shape[-1], -1, np.int64)
         place[chosen] = np.arange(len(chosen))
@@ -78,30 +80,30 @@ class StepImages:
 
 
 class Family(ABC):
-    """The way in which models of some types process images."""
+    """A family of models that process images in the same way."""
 
     types: ClassVar[tuple[str, ...]] = ()
-    """The `model_type` of the configurations in this family."""
+    """The values of `model_type` in the configurations of this family."""
     images: tuple[str, ...] = (PIXELS,)
-    """Names of the tensors of images; all or none of them must be given."""
+    """The names of the image tensors. A prompt must have all of them or none."""
     videos: tuple[str, ...] = ()
-    """Names of the tensors of videos; empty: video is not supported."""
+    """The names of the video tensors; empty: video is not supported."""
     optional: ClassVar[tuple[str, ...]] = ()
-    """Optional tensors of images."""
+    """The names of further image tensors that a prompt may omit."""
     token_types: ClassVar[str | None] = None
-    """The argument of the trainer's forward that marks the placeholders; None: not needed."""
+    """The argument that marks the placeholders in the trainer's forward pass; None: no such argument is needed."""
     bidirectional: bool = False
     """Whether the positions of an image attend to each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False
     """Whether an image attends in both directions only in layers with a sliding window."""
     tiled: ClassVar[bool] = False
-    """Whether tensors have a batch dimension before the dimension of the tiles."""
+    """Whether image tensors have a batch dimension before the dimension of the tiles."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.config: Any = model.config
         self.core: Any = model
-        """The module whose functions are used."""
+        """The part of the model whose functions compute positions and embeddings."""
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
         """Return the items of a prompt's images in the order of their placeholders, then the items of its videos.
@@ -119,9 +121,10 @@ class Family(ABC):
         ]
 
     def encode(self, item: ImageItem, device: torch.device) -> list[Tensor]:
-        """Compute an item's embeddings [count, hidden], then any added after the first decoder layers (deepstack).
+        """Compute an item's embeddings [count, hidden size]. The caller must disable gradients and use eval mode.
 
-        The caller has gradients and training behaviour off.
+        Returns:
+            The embeddings, followed by any embeddings that are added after the first decoder layers (deepstack).
         """
         inputs = {name: value.to(device) for name, value in item.inputs.items()}
         name = "get_video_features" if item.video else "get_image_features"
@@ -130,24 +133,31 @@ class Family(ABC):
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """Return rotary positions [3, P + 1] of a prompt and of the token after it; None: as in text.
+        """Return the rotary positions [3, P + 1] of a prompt of P tokens and of the token after it.
+
+        None: positions are the same as in text.
 
         Args:
-            tokens: int64 [P].
-            kinds: int64 [P], 1 at placeholders of images, 2 at placeholders of videos, 0 elsewhere.
+            tokens: token ids, int64 [P].
+            kinds: 1 at image placeholders, 2 at video placeholders, 0 elsewhere, int64 [P].
+            images: the prompt's images.
         """
         return None
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the forward's arguments in place of `input_ids` [B, L], which are below 0 at images.
+        """Return the arguments that replace `input_ids` in the model's forward pass.
 
-        They are `inputs_embeds` [B, L, hidden], with any values at images, and other inputs computed from the token ids.
+        They are `inputs_embeds` [B, L, hidden size], with arbitrary values at images, and any other inputs that the model
+        computes from token ids.
+
+        Args:
+            tokens: token ids, [B, L], negative at images.
         """
         return {"inputs_embeds": self.model.get_input_embeddings()(tokens.clamp(min=0))}  # type: ignore[operator]
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of all tensors that a prompt may have."""
+        """The names of all tensors that a prompt may have."""
         return (*self.images, *self.optional, *self.videos)
 
     def _check_names(self, given: Mapping[str, Tensor]) -> None:
@@ -165,7 +175,7 @@ class Family(ABC):
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        """Cut tensors, whose names were checked, into items."""
+        """Split tensors, whose names have been checked, into items."""
 
     def _wrong_shapes(self, tensors: Mapping[str, Tensor], rule: str) -> InvalidRequestError:
         shown = [f"{name} of shape {list(tensors[name].shape)}" for name in self.tensors if name in tensors]
@@ -173,7 +183,7 @@ class Family(ABC):
 
 
 def module_with(model: nn.Module, name: str) -> Any:
-    """Return the module of a model that has an attribute of this name."""
+    """Return the first module in a model that has an attribute of this name."""
     return next(module for module in model.modules() if hasattr(module, name))
 
 

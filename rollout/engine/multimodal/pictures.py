@@ -1,4 +1,4 @@
-"""Opens the images of chat messages: images of Pillow, bytes and data URLs. Nothing is fetched, and no file is opened."""
+"""Opens the images in chat messages: Pillow images, bytes and data URLs. Nothing is fetched, and no file is opened."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from rollout.errors import ConfigError, InvalidRequestError
 
 MAX_PIXELS = 1 << 26
-"""The width times height of the largest image that is decoded."""
+"""The maximum number of pixels of one image."""
 MAX_PROMPT_PIXELS = 1 << 29
-"""Maximum pixels of all images of one prompt: files of a few kilobytes may decode to hundreds of megabytes each."""
+"""The maximum number of pixels of all images in a prompt. A file of a few kilobytes may decode to hundreds of megabytes."""
 
 
 def open_picture(source: Any, where: str) -> Any:
     """Return a `PIL.Image.Image` in RGB, as `transformers.image_utils.load_image` does.
 
     Args:
-        source: an image of Pillow, bytes of an image file, or a data URL.
-        where: start of error messages.
+        source: a Pillow image, the bytes of an image file, or a data URL.
+        where: start of error messages, which says where the image was found.
 
     Raises:
-        InvalidRequestError: it is none of these, is not an image, or is too large.
+        InvalidRequestError: `source` is none of these, does not contain an image, or the image is too large.
         ConfigError: Pillow is not installed.
     """
     try:

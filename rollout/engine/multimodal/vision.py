@@ -1,4 +1,4 @@
-"""Images of one engine: reads a prompt's images at admission, and gives a step's forward embeddings and positions."""
+"""The images of one engine: reads a prompt's images at admission, and computes a step's image embeddings and positions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rollout.requests.images import ImageInputs
 
 Embeddings = list[Tensor]
 VIDEO = 2
-"""Token type of a video's placeholder in the models; an image's placeholder has type 1."""
+"""The token type of video placeholders in the models; image placeholders have type 1."""
 
 
 class EncodingError(Exception):
-    """The vision tower has raised its `__cause__`.
+    """Raised if the vision tower raises an exception, which is the `__cause__`.
 
     Attributes:
-        request_id: id of the request with the image.
+        request_id: id of the request that has the image.
     """
 
     def __init__(self, request_id: int) -> None:
@@ -37,18 +37,20 @@ class EncodingError(Exception):
 
 
 class FeatureCache:
-    """Embeddings of items by their digest, encoded once for all samples of a group and later turns.
+    """A cache of items' embeddings by digest, so that all samples of a group and later turns share them.
 
-    Always true: they were computed under the current weights and adapters, because `clear` is called when these change.
+    Always true: cached embeddings were computed with the current weights and adapters, because `clear` is called when these
+    change.
 
     Args:
-        limit: bytes of the most recently used items that are kept. A larger item is encoded whenever a step needs it.
-        encode: computes an item's embeddings.
+        limit: maximum size of the cache in bytes; the least recently used items are evicted. An item larger than the limit
+            is encoded again whenever a step needs it.
+        encode: function that computes an item's embeddings.
 
     Attributes:
-        bytes: bytes held.
-        encoded: items encoded so far.
-        reused: look-ups that found an item.
+        bytes: size of the cached embeddings, in bytes.
+        encoded: number of items encoded so far.
+        reused: number of look-ups that found a cached item.
     """
 
     def __init__(self, limit: int, encode: Callable[[ImageItem], Embeddings]) -> None:
@@ -60,7 +62,7 @@ class FeatureCache:
         self.reused = 0
 
     def of(self, item: ImageItem) -> Embeddings:
-        """Return the embeddings of an item."""
+        """Return the embeddings of an item, from the cache if possible."""
         known = self._kept.get(item.digest)
         if known is not None:
             self._kept.move_to_end(item.digest)
@@ -75,17 +77,17 @@ class FeatureCache:
         return made
 
     def clear(self) -> None:
-        """Forget all embeddings."""
+        """Drop all embeddings."""
         self._kept.clear()
         self.bytes = 0
 
 
 class Vision:
-    """Images of one model.
+    """Reads, encodes and positions the images of one model's prompts.
 
     Args:
-        cache_bytes: maximum bytes of kept embeddings.
-        longest_run: maximum positions that a step can compute at once.
+        cache_bytes: maximum size of cached embeddings, in bytes.
+        longest_run: maximum number of positions that a step can compute.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, cache_bytes: int, longest_run: int) -> None:
@@ -107,10 +109,11 @@ class Vision:
         """Read the images of a prompt.
 
         Args:
-            tokens: the original prompt, without sampled tokens.
+            tokens: token ids of the original prompt, without sampled tokens.
+            images: tensors of the prompt's images; None: the prompt has no images.
 
         Raises:
-            InvalidRequestError: the images do not fit the model, or the placeholders of the prompt.
+            InvalidRequestError: the images do not fit the model or the prompt's placeholders.
         """
         if self.family is None:
             if images is None:
@@ -152,10 +155,14 @@ class Vision:
     def _placed(
         self, items: Sequence[ImageItem], kinds: NDArray[np.int64]
     ) -> tuple[list[ImageItem], NDArray[np.int64]]:
-        """Return the items in the order of their placeholders, and the places of the placeholders.
+        """Return the items in the order of their placeholders, and the positions of all placeholders in the prompt.
+
+        Args:
+            items: the items of the prompt.
+            kinds: see `Family.positions`.
 
         Raises:
-            InvalidRequestError: a kind of placeholders does not fit its items.
+            InvalidRequestError: the placeholders do not fit the images or videos.
         """
         assert self.family is not None
         if (kinds == VIDEO).any() and not self.family.videos:
@@ -180,7 +187,7 @@ class Vision:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def text_ids(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Return the token ids of the scheduler's arrays, with placeholders in place of keys."""
+        """Return the token ids in which the scheduler's image keys are replaced by placeholder tokens."""
         if self.image_token is None:
             return ids
         plain = np.where(ids < 0, self.image_token, ids)
@@ -189,14 +196,18 @@ class Vision:
     def of_step(
         self, step: ScheduledStep, table: SequenceTable, offsets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> StepImages | None:
-        """Return the changes that images make in the forward of a step; None: no images. The caller has gradients off.
+        """Return the changes that images make to the forward pass of a step; None: no changes.
+
+        The caller must disable gradients.
 
         Args:
-            offsets: [R + 1], offsets of the rows in the packed positions.
-            positions: [P].
+            step: the step, with R rows and P packed positions.
+            table: the table of sequences.
+            offsets: index of each row's first packed position, followed by P, [R + 1].
+            positions: position of each packed position in its sequence, [P].
 
         Raises:
-            EncodingError: the vision tower has raised.
+            EncodingError: the vision tower raised an exception.
         """
         shifts = table.position_shift[step.rows]
         pictured = [
@@ -240,7 +251,7 @@ class Vision:
             first += item.count
 
     def _encode(self, item: ImageItem) -> Embeddings:
-        """Compute the embeddings of an item; the caller has gradients off."""
+        """Compute the embeddings of an item. The caller must disable gradients."""
         assert self.family is not None
         made = self.family.encode(item, self._device)
         if len(made[0]) != item.count:
@@ -252,10 +263,11 @@ class Vision:
 
     @contextmanager
     def inputs(self, tokens: Tensor, images: StepImages) -> Iterator[dict[str, Tensor]]:
-        """Build the inputs that replace `input_ids` in one forward of the model.
+        """Yield the inputs that replace `input_ids` in one forward pass of the model, which must run inside the block.
 
         Args:
-            tokens: int64 [B, L]; below 0 where an image's embedding goes.
+            tokens: token ids, int64 [B, L], negative at image embeddings.
+            images: image embeddings of the forward pass.
         """
         assert self.family is not None
         inputs = self.family.embed(tokens)
@@ -285,14 +297,14 @@ class Vision:
 
 
 def _has_split_tower(model: nn.Module) -> bool:
-    """Return whether a parameter outside of the decoder of a vision model is split over ranks."""
+    """Return whether a parameter outside the model's text decoder and head is split over ranks."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
     text = {parameter for module in (decoder, head) if module is not None for parameter in module.parameters()}
     return any(hasattr(each, "device_mesh") and each not in text for each in model.parameters())
 
 
 def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """Yield (start, stop) of each run of consecutive positions."""
+    """Return (start, stop) of each run of consecutive positions."""
     if not len(places):
         return ()
     cuts = np.flatnonzero(np.diff(places) > 1) + 1

@@ -1,1 +1,1 @@
-"""Ranks that compute forwards together: a tensor-parallel group, and rounds of ranks that exchange tokens."""
+"""Ranks that compute forward passes together: tensor-parallel groups, and rounds of ranks that exchange tokens."""

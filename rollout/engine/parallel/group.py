@@ -1,7 +1,7 @@
-"""Control channel of a tensor-parallel group: messages from its first rank to the others, over its own gloo group.
+"""The control channel of a tensor-parallel group: messages from its first rank to the others, over a separate gloo group.
 
 Always true: a member that loses the channel raises an `EngineDeadError` that names the group. The first rank sends at least
-one message per control timeout; another member waits for `IDLE_TIMEOUTS` of them, or for `LEAST_TIMEOUT_S` if longer.
+one message per control timeout. Other members wait for `IDLE_TIMEOUTS` control timeouts, but at least `LEAST_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from torch.distributed import distributed_c10d
 from rollout.errors import ConfigError, DeadlineError, EngineDeadError
 
 HEADER_BYTES = 4096
-"""The size of a message's first broadcast; a longer message has a second broadcast."""
+"""The size of a message's first broadcast, in bytes. The rest of a longer message is sent in a second broadcast."""
 _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
-"""The longest silence of the channel, in control timeouts."""
+"""The maximum silence of the channel, in control timeouts."""
 LEAST_TIMEOUT_S = 60.0
-"""The minimum of `IDLE_TIMEOUTS` in seconds: the ranks may build their engines one after the other."""
+"""The minimum time, in seconds, that members wait for a message, because ranks may build their engines in turn."""
 _built: dict[tuple[int, ...], int] = {}
-"""Ranks → number of the last group that they built, equal on all of them."""
+"""The number of the last group that some ranks built together, by ranks. It is equal on all of these ranks."""
 
 
 class TensorParallelGroup:
-    """The ranks that hold the shards of one model. All of them construct it at the same time.
+    """The ranks that hold the shards of one model. All of them must construct this object at the same time.
 
     Args:
         mesh: one-dimensional device mesh of the group.
-        timeout_s: the control timeout.
+        timeout_s: control timeout in seconds.
+        kind: kind of the group, for messages.
 
     Attributes:
-        ranks: ranks of the members in the default process group; the first decides.
+        ranks: ranks of the members in the default process group. The first one decides what the group computes.
         place: index of this rank in `ranks`.
 
     Raises:
-        DeadlineError: some ranks are missing.
+        DeadlineError: some ranks did not construct the group within the timeout.
     """
 
     def __init__(self, mesh: Any, timeout_s: float, kind: str = "tensor-parallel") -> None:
@@ -65,7 +66,7 @@ class TensorParallelGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first, which decides."""
+        """Whether this rank is the first, which decides what the group computes."""
         return self.place == 0
 
     @property
@@ -74,10 +75,10 @@ class TensorParallelGroup:
         return f"{self.kind} group of ranks {', '.join(map(str, self.ranks))}"
 
     def send(self, message: bytes) -> None:
-        """Broadcast a message; the first rank calls it, the others `receive`.
+        """Broadcast a message from the first rank to the other ranks, which call `receive`.
 
         Raises:
-            EngineDeadError: a member is lost.
+            EngineDeadError: the connection to a member is lost.
         """
         header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         room = HEADER_BYTES - _LENGTH_BYTES
@@ -88,10 +89,10 @@ class TensorParallelGroup:
             self._broadcast(_bytes(message[room:]))
 
     def receive(self) -> bytes:
-        """Wait for the next message of the first rank, and return it.
+        """Wait for the first rank's next message, and return it.
 
         Raises:
-            EngineDeadError: the first rank is lost, or was silent for too long.
+            EngineDeadError: the connection to the first rank is lost, or the rank was silent for too long.
         """
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._broadcast(header)
@@ -104,13 +105,17 @@ class TensorParallelGroup:
         return rest[:length]
 
     def least(self, value: int) -> int:
-        """Return the smallest of the members' values; every member calls it."""
+        """Return the smallest of the members' values. Every member must call this."""
         told = torch.tensor([value], dtype=torch.int64, device="cpu")
         self._exchange(lambda: self._channel.allreduce(told, dist.ReduceOp.MIN))
         return int(told)
 
     def refuse_unequal(self, what: str, value: str) -> None:
-        """Raise if a setting differs between members; every member calls it.
+        """Check that a setting is equal on all members. Every member must call this.
+
+        Args:
+            what: name of the setting, for the message.
+            value: this rank's value.
 
         Raises:
             ConfigError: the setting differs; the message names the ranks that differ from the first.
@@ -130,7 +135,7 @@ class TensorParallelGroup:
             raise EngineDeadError(self._lost)
 
     def lose(self, why: BaseException | str) -> EngineDeadError:
-        """Mark the group as lost and return its error. The other members find the channel closed."""
+        """Mark the group as lost, and return the error to raise. The other members find the channel closed."""
         if self._lost is None:
             others = ", ".join(f"rank {rank}" for rank in self.ranks if rank != self.ranks[self.place])
             said = why if isinstance(why, str) else f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"
@@ -142,12 +147,12 @@ class TensorParallelGroup:
         return EngineDeadError(self._lost)
 
     def lose_after(self, failed: BaseException, lost: BaseException) -> EngineDeadError:
-        """End the group whose channel was lost after a forward had failed here; the error names both causes."""
+        """Mark the group as lost after a forward pass has failed on this rank. Return an error that names both causes."""
         said = self.lose(lost)
         return EngineDeadError(f"{said}; before, the forward raised {type(failed).__name__} here: {failed}")
 
     def close(self) -> None:
-        """Leave the channel. Harmless when repeated."""
+        """Leave the channel. The call may be repeated."""
         # Drop the only reference to the channel, which closes its connections.
         self._channel = None
         self._lost = self._lost or f"the {self.name} was closed on rank {self.ranks[self.place]}; build another engine"

@@ -1,7 +1,7 @@
-"""A tensor-parallel group's shared forwards: the first rank broadcasts what to compute, the others follow.
+"""The shared forward passes of a tensor-parallel group: the first rank broadcasts what to compute, and the others follow.
 
-Always true: nothing is broadcast outside of `Leader.leading`, in which the other members follow. If every member raises the
-same exception, the group continues; if only some raise, it is lost.
+Always true: the first rank broadcasts only inside `Leader.leading`, while the other members are in `follow`. If a forward
+pass raises on every member, the group continues. If it raises on only some of them, the group is lost.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rollout.requests.codec import INT_ARRAY, Codec, optional
 from rollout.threads.interrupts import uninterrupted
 
 BEAT_S = 1.0
-"""The minimum time between two messages that only report that this rank is alive."""
+"""The minimum time, in seconds, between a message and a following one that only reports that this rank is alive."""
 
 FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardWork:
-    """The input of one forward, and the changes of the KV cache that precede it."""
+    """The input of one forward pass, and the changes of the KV cache that precede the pass."""
 
     ids: NDArray[np.int64]
-    """[P] token ids."""
+    """The token ids of the P packed positions, [P]."""
     rows: PagedRows
-    """Positions and block tables of the P positions."""
+    """The P positions and their block tables."""
     keep: NDArray[np.int64]
-    """[K] packed positions whose logits are needed."""
+    """The indices of the packed positions whose logits are needed."""
     copies: Sequence[tuple[int, int]] = ()
-    """(source, destination) blocks to copy before the forward, in this order."""
+    """The blocks to copy before the forward pass, as (source, destination), in this order."""
     zeroed_blocks: Sequence[int] = ()
-    """Blocks to fill with zeros before the copies."""
+    """The blocks to fill with zeros before the copies."""
     images: StepImages | None = None
 
 
@@ -69,26 +69,31 @@ WORK = _record(
 
 
 class Together:
-    """The participation of other ranks in a step's forward. In this implementation no other rank takes part."""
+    """Makes other ranks take part in a step's forward pass. In this base class there are no other ranks."""
 
     def refuse_alone(self) -> None:
-        """Raise `EngineStateError` if the other ranks do not compute now, `EngineDeadError` if the group has been lost."""
-
-    def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
-        """Compute one forward.
+        """Check that the other ranks are taking part.
 
         Raises:
-            EngineDeadError: another rank is lost, or failed although this rank did not.
-            Exception: the model raised it, on all ranks alike; the group continues.
+            EngineStateError: the other ranks are not computing now.
+            EngineDeadError: the group is lost.
+        """
+
+    def run(self, work: ForwardWork, compute: Callable[[ForwardWork], Tensor]) -> Tensor:
+        """Compute one forward pass together with the other ranks.
+
+        Raises:
+            EngineDeadError: another rank is lost, or the forward pass failed on only some of the ranks.
+            Exception: the model raised this exception on all ranks; the group continues.
         """
         return compute(work)
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Let the other ranks fill these blocks with zeros before the next forward."""
+        """Make the other ranks fill these blocks with zeros before the next forward pass."""
 
 
 class Leader(Together):
-    """The first rank of a tensor-parallel group: sends the group's messages."""
+    """The first rank of a tensor-parallel group, which sends the group's messages."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group
@@ -100,7 +105,12 @@ class Leader(Together):
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
-        """Let the other members follow inside the block; on exit they get `outcome` of the exception raised inside."""
+        """Lead the other members inside the block.
+
+        Args:
+            outcome: function of the exception raised in the block (None: no exception). On exit its result is sent to the
+                other members, whose calls of `follow` return it.
+        """
         self._leading = True
         failed: BaseException | None = None
         try:
@@ -127,7 +137,7 @@ class Leader(Together):
             )
 
     def beat(self) -> None:
-        """Notify the other ranks that this rank is alive, unless it has sent a message within `BEAT_S`."""
+        """Notify the other ranks that this rank is alive, unless it has sent a message in the last `BEAT_S` seconds."""
         if self._clock() - self._sent > BEAT_S:
             self._send(BEAT)
 
@@ -166,12 +176,12 @@ class Leader(Together):
 
 
 def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object]) -> Any:
-    """Compute forwards until the first rank's call is over; returns the outcome that it sends.
+    """Compute the forward passes that the first rank broadcasts until it leaves `Leader.leading`. Return what it then sends.
 
-    If a forward raises here, the first rank checks that it has raised there too.
+    If a forward pass raises on this rank, the group continues only if it has also raised on the first rank.
 
     Raises:
-        EngineDeadError: the first rank is lost, or continues although this rank has failed.
+        EngineDeadError: the first rank is lost, or a forward pass failed on only some of the ranks.
     """
     failed: Exception | None = None
     while True:

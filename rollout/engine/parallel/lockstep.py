@@ -1,10 +1,10 @@
-"""Lock-step forwards of ranks whose layers exchange tokens, each rank with its own batches.
+"""Forward passes in lock-step, for ranks whose layers exchange tokens while each rank has its own batches.
 
-    agree(state)    one number of every rank: whether some rank has a forward to compute
-    round()         every rank computes one forward; layers that its own step skips get inputs without tokens
+    agree(state)    the ranks exchange their states, to find out whether any of them has a forward pass to compute
+    round()         every rank computes one forward pass; expert layers that its own step skips get inputs without tokens
 
-Always true: in a round every rank calls each module of experts once, in the same order. A step that schedules nothing, or
-fails outside of the experts, does not affect the other ranks; if a step fails inside the experts, the group is lost.
+Always true: in a round every rank calls each expert module once, in the same order. A step that schedules nothing, or fails
+outside the expert modules, does not affect the other ranks. If a step fails inside an expert module, the group is lost.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 LEFT, BUSY, IDLE, DONE = range(4)
-"""The state of a rank before a round: left its call, has a forward to compute, waits for work, has reached its goal."""
+"""The states of a rank before a round: it left its call, has a forward pass to compute, waits for work, reached its goal."""
 
 
 class Lockstep(Together):
-    """The rounds of one rank's engine.
+    """Runs the rounds of one rank's engine.
 
     Args:
         group: the ranks that exchange tokens.
-        modules: the modules of experts.
+        modules: the expert modules of the model.
     """
 
     def __init__(self, group: TensorParallelGroup, modules: list[nn.Module]) -> None:
         self.group = group
         self._layers = modules
         self._empty: dict[nn.Module, tuple[Tensor, ...]] = {}
-        """Inputs without tokens of each layer."""
+        """The inputs without tokens of each expert module."""
         self._done: list[nn.Module] | None = None
-        """Layers computed in this round; None: outside of a round."""
+        """The expert modules called in this round; None: there is no round."""
         self._inside = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Make the modules of experts raise, inside the block, if they are called outside of a round or twice in one."""
+        """Make expert modules raise an error if they are called outside a round or twice in a round, inside the block."""
         with ExitStack() as undo:
             for layer in self._layers:
                 undo.callback(layer.register_forward_pre_hook(self._begin).remove)
@@ -50,10 +50,13 @@ class Lockstep(Together):
             yield
 
     def learn(self, forward: Callable[[], object]) -> None:
-        """Find the order of the layers and the shapes of their inputs, by a forward of the model on every rank of the group.
+        """Find the order of the expert modules and the shapes of their inputs. Every rank of the group must call this.
+
+        Args:
+            forward: function that runs a forward pass of the model.
 
         Raises:
-            UnsupportedModelError: the forward does not call each layer exactly once.
+            UnsupportedModelError: the forward pass does not call each expert module exactly once.
         """
         order = self._done = []
         try:
@@ -69,10 +72,10 @@ class Lockstep(Together):
         self._layers = order
 
     def agree(self, state: int) -> int:
-        """Return the smallest of the ranks' states; every rank calls it before each round.
+        """Return the smallest of the ranks' states. Every rank must call this before each round.
 
         Raises:
-            EngineDeadError: a rank is lost, and so is the group.
+            EngineDeadError: a rank is lost, and with it the group.
         """
         return self.group.least(state)
 
@@ -86,10 +89,10 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Enclose at most one forward of this rank; on exit, compute the layers that it did not call.
+        """Run a round: at most one forward pass inside the block. On exit, call the expert modules that it has not called.
 
         Raises:
-            EngineDeadError: a rank is lost, or this rank failed inside its experts.
+            EngineDeadError: a rank is lost, or this rank failed inside an expert module.
         """
         done = self._done = []
         try:
@@ -109,9 +112,9 @@ class Lockstep(Together):
 
     @contextmanager
     def _ended_by_failures(self) -> Iterator[None]:
-        """Turn an exception inside experts, where other ranks wait for this rank's tokens, into an `EngineDeadError`.
+        """Turn an exception inside an expert module into an `EngineDeadError`, and mark the group as lost.
 
-        The group has then failed.
+        The other ranks are then waiting for this rank's tokens.
         """
         try:
             yield
@@ -125,7 +128,7 @@ class Lockstep(Together):
             raise
 
     def _begin(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Record that a module of experts is called, unless the other ranks would not expect it."""
+        """Record that an expert module is called, or raise if the other ranks are not calling the same module."""
         self.refuse_alone()
         done = self._done
         assert done is not None

@@ -1,1 +1,1 @@
-"""Parts of the trainer's forward: prefix trees, replayed routes, exact mode."""
+"""Parts of the trainer's forward pass: prefix trees, log-probs read tile by tile, exact mode."""

@@ -1,6 +1,6 @@
-"""Forward of a Llama-like decoder over the module's own parameters, by the operations of exact mode.
+"""The forward pass of a Llama-like decoder in exact mode, with the module's own parameters.
 
-It computes the real tokens only, packed one sequence after the other; with the layers of `fused_forward`.
+Only the real tokens are computed, packed one sequence after the other. The layers are computed as in `fused_forward`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from rollout.engine.training.operations import attention, linear, rms_norm, rota
 from rollout.engine.training.packing import Packing
 
 Tables = tuple[Tensor, Tensor]
-"""Cosines and sines [positions, D]."""
+"""The cosines and sines of a rotary embedding, each [positions, head size]."""
 
 
 def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: Packing, keep: int | Tensor) -> Tensor:
-    """Return the logits of `model.lm_head` [..., V] at the positions that `logits_to_keep` names, 0 at padding.
+    """Return the logits of the kept columns of a batch, [B, kept columns, vocabulary size], 0 at padding.
 
     Args:
-        model: a …ForCausalLM that the fused forward serves.
+        model: a causal language model that the fused forward pass supports.
         windows: number of positions that each layer attends to; None: all.
-        ids: [B, T] int64.
-        keep: number of last columns, or int64 [K] columns; 0: all positions, [B, T, V].
+        ids: token ids, int64 [B, T].
+        packing: the real tokens of `ids`.
+        keep: number of last columns to keep (0: all columns), or indices of the columns, int64 [K].
     """
     decoder = model.model
     tables = rotary_tables(decoder.rotary_emb, decoder.embed_tokens.weight.dtype, packing.longest)

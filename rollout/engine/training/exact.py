@@ -1,7 +1,7 @@
-"""`exact(model)`: inside the block the trainer's forward uses the rollout's arithmetic.
+"""`with exact(model):` makes the trainer's forward pass use the engine's arithmetic.
 
-The module's `forward` is replaced on the instance and restored in `finally`. It is verified as the engine verifies a module
-before its C++ forward: known classes, original functions, no hooks. Any other module raises `UnsupportedModelError`.
+The model's `forward` is replaced on the instance, and restored at the end of the block. The model must pass the same checks
+as for the C++ forward pass: known classes, original functions, no hooks. Otherwise `UnsupportedModelError` is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.errors import UnsupportedModelError
 
 
 def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str | None:
-    """Return why exact mode does not support a model in its current state; None: it does."""
+    """Return the reason why exact mode does not support a model in its current state, or None if it does."""
     try:
         library()
         _bound(model, layout, cache)
@@ -37,18 +37,19 @@ def why_not_exact(model: nn.Module, layout: ModelLayout, cache: KVCache) -> str 
 
 @contextmanager
 def exact(model: nn.Module) -> Iterator[None]:
-    """Let `model(...)` compute, inside the block, the same logits, bit for bit, as an engine in exact mode.
+    """Make `model(...)` inside the block compute the same logits, bit for bit, as an engine in exact mode.
 
-    A token's logits depend only on the weights, the token and the tokens before it, not on padding, the batch or
-    the number of threads. Gradients are torch's, of the same function. Logits at padding are 0. `input_ids`,
-    `attention_mask` and `logits_to_keep` (a number, or columns) have transformers' meaning; positions count from each row's
-    first real token.
+    A token's logits depend only on the weights, the token and the tokens before it, not on padding, the batch or the number
+    of threads. Torch computes the gradients, of the same function. Logits at padding are 0. The arguments `input_ids`,
+    `attention_mask` and `logits_to_keep` (a number, or column indices) mean the same as in transformers. Positions count
+    from each row's first real token.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 …ForCausalLM on a CPU, float32 or bfloat16, also in DDP.
+        model: a Llama, Mistral, Qwen2 or Qwen3 causal language model on a CPU, in float32 or bfloat16; DDP may wrap it.
 
     Raises:
-        UnsupportedModelError: on entering, or in the forward: the message names the unsupported part.
+        UnsupportedModelError: exact mode does not support the model or an argument; the message names it. This may be raised
+            on entering the block or by `model(...)`.
     """
     source = weights_of(model)
     trained = source.trained
@@ -69,7 +70,7 @@ def exact(model: nn.Module) -> Iterator[None]:
 
 
 class _ExactForward:
-    """Replaces `forward` of one …ForCausalLM."""
+    """Replaces the `forward` of one causal language model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -90,7 +91,7 @@ class _ExactForward:
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute what transformers' …ForCausalLM.forward does; no cache is returned."""
+        """Compute the same output as the model's own `forward`, but without a cache."""
         if others.pop("return_dict", None) is False:
             others["return_dict=False"] = True
         refused = [name for name, value in others.items() if value is not None and value is not False]

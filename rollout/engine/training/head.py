@@ -1,11 +1,12 @@
-"""Numbers read from a model's logits in its own forward, without storing the logits.
+"""Reads numbers from a model's logits during the model's own forward pass, without storing the logits.
 
-During that forward our function replaces the head's `forward`, so it runs where the head's parameters are whole (FSDP,
-ZeRO). It computes a tile of logits, reads the requested numbers, and drops the tile. The backward computes the tiles again
-and overwrites each tile with its gradient. Tiles of a linear head are columns of the vocabulary for all rows: every part of
-the weight's gradient is then a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
+During the forward pass our function replaces the `forward` of the head, so it runs when FSDP or ZeRO has gathered the head's
+parameters. It computes a tile of logits, reads the requested numbers, and drops the tile. The backward pass computes the
+tiles again and overwrites each tile with its gradient. A tile of a linear head is some vocabulary columns for all rows, so
+each part of the weight's gradient is a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
 
-The model gets one row of logits and scales or caps it as usual, which we compare with our own result.
+The model receives one row of logits and scales or caps it as usual. We compare the result with our own to check that the
+model does nothing else to its logits.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from rollout.engine.models.attention import is_rollout_forward
 from rollout.errors import UnsupportedModelError
 
 TILE_ELEMENTS = {"cpu": 1 << 21}
-"""Logits of a tile, by device; on a CPU, as many as stay near its cache."""
+"""The number of logits per tile, by device type. On a CPU a tile nearly fits into the cache."""
 OTHER_TILE_ELEMENTS = 1 << 26
+"""The number of logits per tile on all other devices."""
 
 
 class LogitReader:
-    """The logits of one forward of a model; reading them runs it.
+    """Reads the logits of one forward pass of a model. `read` runs the pass.
 
     Args:
-        model: a causal language model of transformers, or a wrapper of it.
-        run: the forward; it calls the head, its argument, once. Returns the model's logits; None: only the head ran.
-        entropy: also read entropies.
-        top_k: number of most likely tokens to read too; or int64 [M, k]: ids of the tokens to read.
+        model: a causal language model in transformers, or a wrapper around such a model.
+        run: function that runs the forward pass, in which the head (the function's argument) must be called exactly once. It
+            returns the model's logits, or None if it called only the head.
+        entropy: whether to read entropies as well.
+        top_k: number of most likely tokens to read per token, or the ids of the tokens to read, int64 [M, k].
 
     Attributes:
-        entropies: [M] in nats, of softmax(logits / temperature), differentiable.
-        top_ids: int64 [M, k], most likely first; or the given ids.
-        top_logprobs: [M, k], differentiable.
+        entropies: entropy of softmax(logits / temperature) for each of the M tokens, in nats, [M]; differentiable.
+        top_ids: ids of the most likely tokens, most likely first, or the given ids, int64 [M, k].
+        top_logprobs: log-probs of `top_ids`, [M, k]; differentiable.
     """
 
     entropies: Tensor
@@ -61,19 +64,21 @@ class LogitReader:
     def read(
         self, rows: Tensor, temperature: float | Tensor, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute single logits, and log-sum-exps of logits / temperature over the vocabulary; differentiable.
+        """Compute E single logits, and W log-sum-exps of logits / temperature over the vocabulary; differentiable.
 
         Args:
-            rows: int64 [M], the row of the head's input that predicts each of M tokens.
-            temperature: one number for all tokens, or [M].
-            tokens, ids: int64 [E] each: index among the M tokens and vocabulary id of each logit to read.
-            whole: int64 [W], the tokens whose log-sum-exp is read.
+            rows: row of the head's input that predicts each of M tokens, int64 [M].
+            temperature: one number for all tokens, or a number per token, [M].
+            tokens: index among the M tokens of each logit to read, int64 [E].
+            ids: vocabulary id of each logit to read, int64 [E].
+            whole: indices among the M tokens of the log-sum-exps to compute, int64 [W].
 
         Returns:
-            [E] and [W], float32 (float64 of float64 hidden states).
+            The logits [E] and the log-sum-exps [W], in float32 (or float64 if the hidden states are float64).
 
         Raises:
-            UnsupportedModelError: the head does not run once, or the model does more to its output than scale and cap.
+            UnsupportedModelError: the head does not run exactly once, or the model does more with the head's output than
+                scale and cap it.
         """
         warm = torch.as_tensor(temperature, dtype=torch.float64, device=rows.device).expand(len(rows))
         kinds, kind = torch.unique(warm, return_inverse=True)
@@ -115,7 +120,12 @@ class LogitReader:
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
 
     def _forward(self, asked: _Asked, post: _Post) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Return the row of the head's output given to the model, the values read, and the model's logits of it."""
+        """Run the forward pass.
+
+        Returns:
+            The row of the head's output that the model received, the values read, and the logits that the model made from
+            the row (None: the model did not run).
+        """
         head = self._model.get_output_embeddings()
         before, original, seen = vars(head).get("forward"), head.forward, []
 
@@ -147,7 +157,7 @@ class LogitReader:
 
 
 def _language_model(model: nn.Module) -> Any:
-    """Return the model of transformers inside of its wrappers (DDP, FSDP, PEFT)."""
+    """Return the transformers model inside wrappers such as DDP, FSDP and PEFT."""
     for module in model.modules():
         if hasattr(type(module), "get_output_embeddings") and module.get_output_embeddings() is not None:  # type: ignore[operator]
             return module
@@ -158,7 +168,7 @@ def _language_model(model: nn.Module) -> Any:
 
 
 class _Post(NamedTuple):
-    """The function between the output of a head and the logits: cap * tanh(scale * output / cap)."""
+    """The function that maps the head's output to the logits: cap * tanh(scale * output / cap)."""
 
     scale: float
     cap: float | None
@@ -174,17 +184,17 @@ class _Post(NamedTuple):
         return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
 
     def __call__(self, output: Tensor) -> Tensor:
-        """Scale and cap the head's output, in place."""
+        """Return the logits for the head's output, which is overwritten."""
         if self.scale != 1.0:
             output.mul_(self.scale)
         return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to the output."""
+        """Return the derivative of the logits with respect to the head's output."""
         return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
 
     def makes(self, logits: Tensor, row: Tensor) -> bool:
-        """Return whether the model computed these logits from a row of output, up to rounding in their dtype."""
+        """Return whether this function maps the row of output to the model's logits, up to rounding in their dtype."""
         ours, theirs = self(row.detach().float().clone()), logits.detach().float()
         most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if theirs.numel() else 0.0
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0.02 * most, equal_nan=True)
@@ -194,25 +204,30 @@ class _Asked(NamedTuple):
     """The numbers to read from the logits of U hidden states."""
 
     states: Tensor
-    """int64 [U]: index of each hidden state in the head's input."""
+    """The index of each hidden state in the head's input, int64 [U]."""
     temperature: Tensor | None
-    """float64 [U]: divisor of each state's logits; None: 1."""
+    """The divisor of each state's logits, float64 [U]; None: 1."""
     owners: Tensor
-    """int64 [E]: the state of each single logit."""
+    """The index among the U states of each single logit, int64 [E]."""
     ids: Tensor
-    """int64 [E]: the vocabulary id of each single logit."""
+    """The vocabulary id of each single logit, int64 [E]."""
     sums: bool
     entropy: bool
     top_k: int
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return indices, rows and columns of the single logits in a tile."""
+        """Return the indices of the single logits that lie in a tile, and their rows and columns within the tile."""
         row, column = self.owners - rows.start, self.ids - columns.start
         at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
         return at, row[at], column[at]
 
     def tempered(self, values: Tensor, rows: slice) -> Tensor:
-        """Divide values [u, ...] by the temperature, in place."""
+        """Divide the values of some states by their temperatures, in place, and return them.
+
+        Args:
+            values: one row or number per state.
+            rows: the states.
+        """
         if self.temperature is None:
             return values
         warm = self.temperature[rows].to(values.dtype)
@@ -220,17 +235,18 @@ class _Asked(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """The way in which a head computes its tiles."""
+    """Everything that is needed to compute the tiles of a head."""
 
     original: Callable[[Tensor], Tensor]
+    """The head's own `forward`."""
     parameters: tuple[Tensor, ...]
-    """Parameters whose gradients the tiles compute: weight and bias of a linear head."""
+    """The parameters whose gradients the tiles compute: weight and bias of a linear head, else all trainable ones."""
     linear: bool
     autocast: torch.dtype | None
     row: Tensor
-    """The head's output for the first state, [1, 1, V]."""
+    """The head's output for the first hidden state, [1, 1, vocabulary size]."""
     random: tuple[Any, ...]
-    """The state of the random numbers, so that an adapter's dropout draws the same in the backward."""
+    """The states of the random generators, so that an adapter's dropout draws the same numbers in the backward pass."""
 
     @classmethod
     def of(cls, head: nn.Module, original: Callable[[Tensor], Tensor], hidden: Tensor) -> _Lane:
@@ -247,15 +263,20 @@ class _Lane(NamedTuple):
         return cls(original, kept, linear, cast, row, (torch.get_rng_state(), *get_device_states(hidden)))
 
     def tiles(self, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool] = ()) -> _Columns | _Rows:
-        """Yield the tiles of the logits; `needed`: see `_Columns`."""
+        """Return the tiles of the logits, to iterate over. For `needed`, see `_Columns`."""
         return (_Columns if self.linear else _Rows)(self, states, parameters, needed)
 
 
 class _Columns:
-    """Tiles of a linear head: all rows, some columns.
+    """The tiles of a linear head, with all rows and some columns each.
+
+    Iterating yields the rows, the columns and the head's output of each tile.
 
     Args:
-        needed: whether the gradients of the states and of each parameter are needed; empty: none.
+        lane: the head.
+        states: the hidden states.
+        parameters: weight and bias of the head.
+        needed: whether the gradients of the states and of each parameter are needed; empty: no gradients are needed.
     """
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
@@ -295,7 +316,7 @@ class _Columns:
 
 
 class _Rows:
-    """Tiles of any head: some rows, all columns. Same arguments as `_Columns`."""
+    """The tiles of any head, with some rows and all columns each. The arguments are as in `_Columns`."""
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)
@@ -339,7 +360,7 @@ def _wide(values: Tensor) -> torch.dtype:
 
 
 class _Read(torch.autograd.Function):
-    """Autograd function that saves a log-sum-exp and an entropy per state."""
+    """The autograd function that reads the values. It saves a log-sum-exp and an entropy per hidden state."""
 
     @staticmethod
     def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:
@@ -417,7 +438,7 @@ def _no_autocast(states: Tensor) -> Any:
 
 
 def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tensor) -> None:
-    """Add a tile to the log-sum-exps, and to the entropies, of its rows; the logits are overwritten."""
+    """Add a tile's logits, which are overwritten, to the log-sum-exps and entropies of the tile's rows."""
     lowest = torch.finfo(logits.dtype).min
     peak = logits.amax(1).clamp_(min=lowest)
     weights = logits.sub_(peak[:, None]).exp_()
@@ -433,7 +454,7 @@ def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tenso
 
 
 def _keep_best(top: Tensor, top_ids: Tensor, rows: slice, columns: slice, logits: Tensor) -> None:
-    """Merge the most likely tokens of a tile into the tokens of earlier columns."""
+    """Merge the most likely tokens of a tile into the most likely tokens of earlier columns."""
     k = top.shape[1]
     found = logits.topk(min(k, logits.shape[1]))
     known = min(k, columns.start)

@@ -1,7 +1,8 @@
-"""Differentiable operations of exact mode: the operations of the fused forward one at a time, with the same C++ and bits.
+"""The differentiable operations of exact mode: those of the fused forward pass, one at a time.
 
-The backward is torch's, of the same functions, so gradients differ from plain torch's by rounding only. Each operation can
-be differentiated once. All tensors are on the CPU and of one dtype, float32 or bfloat16.
+They call the same C++ functions as the fused forward pass, and return the same bits. Torch computes the backward pass of the
+same functions, so gradients differ from plain torch's by rounding only. Each operation can be differentiated once. All
+tensors are on the CPU and have the same dtype, float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def library() -> ctypes.CDLL:
     """Return the compiled library.
 
     Raises:
-        UnsupportedModelError: it cannot be built here.
+        UnsupportedModelError: the library cannot be built.
     """
     found = cpu_library.load()
     if found is None:
@@ -57,10 +58,11 @@ def library() -> ctypes.CDLL:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padded: tuple[Tensor, int] | None = None
 ) -> Tensor:
-    """Apply nn.Linear's weight [N, K] and bias [N] to x [P, K].
+    """Apply a linear layer with weight [N, K] and bias [N] to x [P, K].
 
     Args:
-        padded: places [P] int64 of the rows in the result, and its number of rows; other rows are 0. None: [P, N].
+        padded: (index of each of the P rows in the result, int64 [P]; number of rows of the result). The other rows of the
+            result are 0. None: the result is [P, N].
     """
     return _apply(_Linear, x, weight, bias, *(padded or (None, 0)))
 
@@ -71,7 +73,13 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
-    """Apply a rotary embedding (arXiv 2104.09864) to x [P, H, D]; positions [P] index the tables [positions, D]."""
+    """Apply a rotary embedding (arXiv 2104.09864) to x [P, H, D] for P tokens and H heads.
+
+    Args:
+        cosines: table [number of positions, D].
+        sines: table [number of positions, D].
+        positions: position of each token, an index into the tables, [P].
+    """
     return _apply(_Rotate, x, cosines, sines, positions)
 
 
@@ -83,7 +91,19 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
 ) -> Tensor:
-    """Compute causal attention inside each sequence: query [P, H, D], key and value [P, Hkv, D] → [P, H, D]."""
+    """Compute causal attention inside each packed sequence.
+
+    Args:
+        query: [P, H, D] for P tokens and H query heads.
+        key: [P, Hkv, D] for Hkv key-value heads.
+        value: [P, Hkv, D].
+        packing: the sequences.
+        scaling: factor of the scores.
+        window: number of last positions, including its own, that a query attends to; None: all.
+
+    Returns:
+        [P, H, D].
+    """
     return _apply(_Attention, query, key, value, packing, scaling, window)
 
 
@@ -241,7 +261,14 @@ class _Attention(Function):
 def _attention_gradients(
     upstream: Tensor, parts: list[Tensor], window: int | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of query, key and value [b, H or Hkv, L, D] from them, the output and its log-sums."""
+    """Compute the gradients of query, key and value.
+
+    Args:
+        upstream: gradient of the output, [b, H, L, D].
+        parts: query [b, H, L, D], key and value [b, Hkv, L, D], output, and its log-sum-exps [b, H, L].
+        window: see `attention`.
+        scaling: see `attention`.
+    """
     query, key, value, *outputs = parts
     groups, mask = query.shape[1] // key.shape[1], None
     if window is not None:

@@ -1,4 +1,4 @@
-"""Packing: the real tokens of a padded batch, one sequence after the other."""
+"""Packs the real tokens of a padded batch, one sequence after the other."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from torch import Tensor
 from rollout.errors import UnsupportedModelError
 
 SHORTEST = 0.75
-"""The minimum length of the sequences of one attention call, as a share of the longest; bounds the padding."""
+"""The minimum length of the sequences in one attention call, as a share of the longest. It bounds the padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """P real tokens of a batch [B, T], as R sequences packed one after the other."""
+    """The P real tokens of a batch [B, T], as R sequences packed one after the other."""
 
     tokens: Tensor | None
-    """[P] int64, index of each token in the flattened batch; None: the whole batch, in order."""
+    """The index of each packed token in the flattened batch, int64 [P]; None: the batch has no padding."""
     rows: Tensor
-    """[B, T] int64, index of each position among the P tokens; -1: padding."""
+    """The index of each position of the batch among the P packed tokens, int64 [B, T]; -1: padding."""
     starts: NDArray[np.int64]
-    """[R + 1], offset of each sequence."""
+    """The index of each sequence's first packed token, followed by P, [R + 1]."""
     positions: Tensor
-    """[P] int64, position of each token in its sequence, from 0."""
+    """The position of each packed token in its sequence, from 0, int64 [P]."""
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest sequence."""
+        """The length of the longest sequence, in tokens."""
         return int(np.diff(self.starts).max(initial=0))
 
     def rectangles(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Group sequences of similar length: places [b, L] int64 among the P tokens, and [b, L] bool, which are real.
+        """Group sequences of similar length into rectangles of b sequences and L columns.
 
-        Places after a sequence's end repeat its last token.
+        Yields:
+            The index of each entry among the P packed tokens, int64 [b, L], and whether the entry is a real token, bool
+            [b, L]. Entries after the end of a sequence repeat its last token.
         """
         lengths = np.diff(self.starts)
         order = np.argsort(-lengths, kind="stable")
@@ -53,11 +55,11 @@ class Packing:
 
 
 def packing_of(ids: Tensor, attention_mask: Tensor | None) -> Packing:
-    """Find the sequences of a batch: its rows without their padding.
+    """Pack the rows of a batch without their padding.
 
     Args:
-        ids: [B, T].
-        attention_mask: [B, T], 0 where padding; None: no padding.
+        ids: token ids, [B, T].
+        attention_mask: 0 at padding, otherwise not 0, [B, T]; None: the batch has no padding.
 
     Raises:
         UnsupportedModelError: a row has padding between its tokens, or the mask has another shape.

@@ -1,13 +1,12 @@
-"""Prefix-tree attention in the trainer's own forward and backward, through transformers' attention interface.
+"""Prefix-tree attention in the trainer's own forward and backward passes, through transformers' attention interface.
 
-While attached, a model's attention implementation is a wrapper of ours around the model's own. A tree is passed as the
-`attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a mask of four dimensions on to
-every layer as it is, and so do gradient checkpointing (also to the recomputation in the backward), DDP, FSDP and PEFT. With
-any other mask the model's own implementation runs on its own mask. The model gets no hooks, and its modules are not
-changed.
+While tree attention is attached, the model's attention implementation is our wrapper around the model's own. A tree is
+passed as the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a four-dimensional
+mask unchanged to every layer. So do gradient checkpointing (even when it recomputes in the backward pass), DDP, FSDP and
+PEFT. For any other mask, the model's own implementation runs. The model gets no hooks, and its modules are not changed.
 
-Inside of `paths_of(model)` the tokens of a forward continue a path: keys and values of earlier tokens are kept, and their
-gradients are summed until the backward of their own forward takes them.
+Inside `paths_of(model)` the tokens of a forward pass continue a path of earlier tokens. The keys and values of these earlier
+tokens are kept. Their gradients are summed until the backward pass of the tokens that they belong to takes them.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from rollout.errors import UnsupportedModelError
 
 _FIELD = "_attn_implementation_internal"
 _layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
-"""The state of each attention module of attached models."""
+"""The attention rules of each attention module in models with tree attention."""
 
 
 class _Layer(NamedTuple):
-    """The tokens that an attention layer lets a token attend to."""
+    """The rules for the tokens that a token attends to in one attention layer."""
 
     window: int | None
     causal: bool
@@ -42,7 +41,7 @@ class _Layer(NamedTuple):
 
 
 class _Path:
-    """Keys and values of one layer for the tokens of a path, and the gradients that later forwards add."""
+    """One layer's keys and values of the tokens of a path, and the gradients that later forward passes add to them."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -50,7 +49,13 @@ class _Path:
         self._gradients: list[Tensor] = []
 
     def extended(self, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the path [1, H, start + S, D]; the given keys and values are the last."""
+        """Append keys and values to the path, and return the keys and values of the whole path.
+
+        Args:
+            key: keys of S new tokens, [1, H, S, D].
+            value: values of the new tokens, [1, H, S, Dv].
+            start: index of the first new token in the path.
+        """
         if not self._kept:
             self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
             # Use at least float32 for the gradients, to which many branches add.
@@ -61,7 +66,7 @@ class _Path:
         return found
 
     def write(self, parts: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Store the keys and values from token `start` on; returns the keys and values of all tokens so far."""
+        """Store keys and values from token `start` on. Return the keys and values of all tokens so far."""
         end = start + parts[0].shape[2]
         for kept, part in zip(self._kept, parts, strict=True):
             kept[:, :, start:end] = part
@@ -70,7 +75,7 @@ class _Path:
         return tuple(kept.data[:, :, :end] for kept in self._kept)
 
     def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Add gradients of all tokens; returns and forgets the gradients from `start` on, which are complete."""
+        """Add the gradients of all tokens so far. Return and clear the sums from `start` on, which are now complete."""
         taken = []
         for kept, gradient in zip(self._gradients, gradients, strict=True):
             end = gradient.shape[2]
@@ -81,7 +86,7 @@ class _Path:
 
 
 class _Extend(torch.autograd.Function):
-    """Autograd function of `_Path.extended`."""
+    """The autograd function of `_Path.extended`."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, path: _Path, start: int) -> tuple[Tensor, ...]:
@@ -94,12 +99,12 @@ class _Extend(torch.autograd.Function):
 
 
 _paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
-"""The path of each attention module inside of `paths_of`."""
+"""The path of each attention module inside `paths_of`."""
 
 
 @contextmanager
 def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
-    """Let forwards of trees inside the block continue a path of up to `capacity` tokens."""
+    """Make forward passes of trees inside the block continue a path of up to `capacity` tokens."""
     own = [module for module in model.modules() if module in _layers]
     _paths.update({module: _Path(capacity) for module in own})
     try:
@@ -110,15 +115,15 @@ def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
 
 
 class TreeAttachment:
-    """Tree attention in a model until `detach()`, or the end of the `with` block.
+    """Attaches tree attention to a model until `detach()`, or until the end of the `with` block.
 
     Args:
-        model: a decoder of transformers, not wrapped (DDP); it may be wrapped, sharded or given adapters afterwards.
+        model: a transformers decoder without a wrapper such as DDP. It may be wrapped, sharded or given adapters afterwards.
 
     Raises:
-        UnsupportedModelError: a layer is recurrent or needs more than causal attention (with or without a sliding window);
+        UnsupportedModelError: a layer is recurrent or needs more than causal attention (with or without a sliding window),
             or `model` is a wrapper.
-        ValueError: tree attention is attached already.
+        ValueError: tree attention is already attached.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,7 +152,7 @@ class TreeAttachment:
             setattr(config, _FIELD, _registered(own or "eager"))
 
     def detach(self) -> None:
-        """Restore the model's own attention implementation, after the backward of every forward. Idempotent."""
+        """Restore the model's own attention implementation. Call it after the last backward pass; it may be repeated."""
         for config, own in self._before:
             setattr(config, _FIELD, own)
         for module in self._modules:
@@ -162,7 +167,7 @@ class TreeAttachment:
 
 
 def is_attached() -> bool:
-    """Return whether some model of this process has tree attention."""
+    """Return whether tree attention is attached to any model in this process."""
     return bool(_layers)
 
 
@@ -172,7 +177,7 @@ def _own_of(config: Any) -> str | None:
 
 
 def _registered(own: str) -> str:
-    """Register an implementation that wraps `own`, for attention and masks; return its name."""
+    """Register an attention implementation that wraps `own`, and `own`'s mask function, and return the new name."""
     name = TREE_PREFIX + own
     AttentionInterface.register(name, partial(_attention, own))
     masks = AttentionMaskInterface()
@@ -190,7 +195,10 @@ def _attention(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over a tree, or call `own` for any other mask; registered with transformers' `AttentionInterface`."""
+    """Compute tree attention if the mask is a tree, and otherwise call the implementation `own`.
+
+    The function is registered with transformers' `AttentionInterface`.
+    """
     if not _is_tree(attention_mask):
         return attention_of(module, own)(module, query, key, value, attention_mask, **arguments)
     assert attention_mask is not None
