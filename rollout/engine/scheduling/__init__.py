@@ -1,1 +1,1 @@
-"""Scheduler, block allocator and block tables: which sequences run next, and their blocks. No tensors."""
+"""Scheduler, queues and block tables: which sequences run next, and in which KV blocks. No tensors."""

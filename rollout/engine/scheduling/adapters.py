@@ -1,8 +1,8 @@
-"""The *variant* of a model: its active adapters, part of the prefix key. Equal variants of one model compute the same
-results.
+"""The *variant* of a model: its active adapters. One model computes the same results under equal variants.
 
-KV is shared, and requests run, only under an equal variant. The variant is read from the two switches of PEFT's layers, so
-any way of switching adapters is detected; PEFT and torch are not imported.
+KV is shared, and requests run, only under an equal variant. The variant is read from two attributes of PEFT layers, the
+active adapters and whether adapters are disabled, so any way of switching adapters is detected. This module imports neither
+PEFT nor torch.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 Variant = tuple[Any, ...]
-"""Hashable: the active adapters, once for all layers, or one entry per layer if they differ."""
+"""A hashable key of the active adapters: a single entry if all layers agree, otherwise one entry per layer."""
 
 NO_ADAPTER: Variant = ()
-"""Variant of a model without adapters, or with all of them disabled."""
+"""The variant of a model without adapters, or with all adapters disabled."""
 
 
 def layers_with_adapters(model: nn.Module) -> list[Any]:
-    """Return PEFT's layers of a model, whether their adapters are active or not."""
+    """Return the model's PEFT adapter layers, active or not."""
     return [module for module in model.modules() if _has_switches(module)]
 
 
 def variant_of(layers: list[Any]) -> Variant:
-    """Return the variant of a model with these `layers_with_adapters`.
+    """Return the variant of a model whose `layers_with_adapters` are `layers`.
 
     Raises:
-        UnsupportedModelError: an activated LoRA is active.
+        UnsupportedModelError: an active adapter is an activated LoRA (aLoRA).
     """
     each = [_acting(layer) for layer in layers]
     distinct = set(each)
@@ -53,7 +53,7 @@ def _has_switches(module: nn.Module) -> bool:
 
 
 def _acting(layer: Any) -> Variant:
-    """Return (name, scaling) of each active adapter of a layer."""
+    """Return (name, scaling) of each active adapter in a layer."""
     if layer.disable_adapters:
         return NO_ADAPTER
     scaling, kinds = (layer.__dict__.get(name) or {} for name in ("scaling", "lora_variant"))

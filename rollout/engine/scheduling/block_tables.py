@@ -1,10 +1,11 @@
 """Block tables: the blocks of each sequence, and which of them are shared.
 
-Joins the sequence table with the allocator. Blocks are reserved before they are written, a shared block is copied before it
-is written, and complete blocks are registered only if a new request would compute the same KV before them now.
+Connects the sequence table with the allocator. Blocks are reserved before they are written, and a shared block is copied
+before it is written. Complete blocks are registered for sharing only if a new request would now compute the same KV.
 
-With recurrent states a row also holds a state slot, and a cached prefix can be continued only from a snapshot of the state.
-Snapshots are taken at the last block boundary inside a prompt, and at the last one that a completion has passed.
+In a model with recurrent states, a row also holds a state slot, and a cached prefix can be continued only from a snapshot of
+the state. Snapshots are taken at the last block boundary inside a prompt, and at the last boundary that a completion has
+passed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class BlockTables:
     # --- room to write ------------------------------------------------------------------------------------------
 
     def need_block(self, rows: IntArray) -> IntArray:
-        """Return those of `rows` that need a new or unshared block for their next position."""
+        """Return the rows among `rows` that need a new block, or their own copy of a shared block, for the next position."""
         table = self.table
         index = table.computed[rows] // table.block_size
         missing = index >= table.num_blocks[rows]
@@ -40,7 +41,10 @@ class BlockTables:
         return rows[missing | shared]
 
     def reserve(self, row: int, count: int) -> bool:
-        """Reserve blocks for the next `count` positions, copying a shared first block; False if too few are free."""
+        """Reserve blocks for a row's next `count` positions. If the first of these blocks is shared, replace it by a copy.
+
+        Return False, reserving nothing, if too few blocks are free.
+        """
         table = self.table
         start = int(table.computed[row])
         have = int(table.num_blocks[row])
@@ -60,7 +64,7 @@ class BlockTables:
         return True
 
     def release_reserved(self, rows: IntArray) -> None:
-        """Release the blocks of these rows after the block of their next position."""
+        """Release the reserved blocks of these rows that come after the block of the row's next position."""
         table = self.table
         needed = table.computed[rows] // table.block_size + 1
         for at in np.flatnonzero(table.num_blocks[rows] > needed).tolist():
@@ -70,7 +74,7 @@ class BlockTables:
             table.num_blocks[row] = first
 
     def release(self, row: int) -> None:
-        """Release all blocks and the state of a row."""
+        """Release all blocks and the state slot of a row."""
         table = self.table
         self.states.release(table.state.item(row))
         table.state[row] = NO_SLOT
@@ -78,7 +82,7 @@ class BlockTables:
         table.num_blocks[row] = 0
 
     def share(self, source: Sequence, target: Sequence) -> None:
-        """Start `target` with all KV that `source` has computed, and a copy of its state."""
+        """Let `target` share all KV that `source` has computed, and give it a copy of `source`'s recurrent state."""
         self.allocator.acquire(self.table.held(source.row))
         self.table.fork(source, target)
         self.table.state[target.row] = self.states.allocate(self.table.state.item(source.row))
@@ -88,7 +92,7 @@ class BlockTables:
         return self.pages.of_blocks(self.table.held(row))
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return and forget the copies that precede the next forward (`BlockAllocator.copies`)."""
+        """Return the page copies to make before the next forward pass (`BlockAllocator.copies`), and clear the list."""
         copies = tuple(self.allocator.copies)
         self.allocator.copies.clear()
         return copies
@@ -96,14 +100,16 @@ class BlockTables:
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def attach_prefix(self, sequence: Sequence, hashes: list[int], budget: int, headroom: int) -> bool:
-        """Attach the longest cached prefix to an empty row and reserve its first chunk; False, changing nothing, if no room.
+        """Attach the longest cached prefix to an empty row, and reserve blocks for the row's first prefill chunk.
 
-        With recurrent states the prefix ends at a snapshot of the state, of which the row gets a copy.
+        In a model with recurrent states, the prefix ends at a snapshot of the state, and the row gets a copy of it.
+        Return False, changing nothing, if there is no room.
 
         Args:
-            hashes: hashes of the prompt's blocks that may be looked up.
-            budget: maximum positions of the first chunk.
-            headroom: blocks that must stay free or evictable.
+            sequence: the owner of the row.
+            hashes: hashes of the prompt blocks that may be looked up.
+            budget: maximum number of positions in the first chunk.
+            headroom: number of blocks that must stay free or evictable.
         """
         table, allocator, row, size = self.table, self.allocator, sequence.row, self.table.block_size
         found: list[int] = []
@@ -133,7 +139,10 @@ class BlockTables:
         return False
 
     def _load(self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int) -> bool:
-        """Load the host's blocks after the cached blocks of a prompt, pinned, into `found`; False: there is no room."""
+        """Load the prompt's blocks from host memory that follow the cached blocks `found`, and append them to `found`.
+
+        Loaded blocks are pinned. Return False, loading nothing, if there is no room.
+        """
         host, index, size = self.allocator.host, self.allocator.index, self.table.block_size
         if not host.num_slots or not self.allocator.enable_prefix_caching:
             return True
@@ -156,13 +165,16 @@ class BlockTables:
         return sequence.hashes[int(self.table.chained[row]) :]
 
     def next_block(self, sequence: Sequence) -> int | None:
-        """Hash of the first prompt block that a waiting sequence would have to compute itself; None: there is none."""
+        """Return the hash of the first prompt block that a waiting sequence would have to compute itself.
+
+        None: all blocks are cached, or the sequence must not wait for blocks that others compute.
+        """
         if sequence.wants_prompt_logprobs or self.states.num_slots:
             return None
         return next((each for each in sequence.hashes if not self.allocator.findable(each)), None)
 
     def register_prompt(self, sequence: Sequence) -> None:
-        """Register the prompt blocks computed so far."""
+        """Register the prompt blocks of a sequence that have been computed so far."""
         table, row, size = self.table, sequence.row, self.table.block_size
         if not table.current[row]:
             return
@@ -193,19 +205,28 @@ class BlockTables:
     # --- snapshots of recurrent states --------------------------------------------------------------------------
 
     def cut(self, sequence: Sequence, count: int) -> int:
-        """Return the length of a prompt chunk, at most `count`; it ends where a snapshot of the state is to be kept."""
+        """Return the length of the next prompt chunk.
+
+        It is `count`, or less if the chunk must end at the boundary where a snapshot of the state is to be kept.
+        """
         start, boundary = self.table.computed.item(sequence.row), self._boundary(sequence)
         pauses = sequence.pauses_for_snapshot and start < boundary < start + count
         return boundary - start if pauses else count
 
     def _boundary(self, sequence: Sequence) -> int:
-        """Return the last block boundary before the last token of a prompt, which a later request computes again."""
+        """Return the last block boundary before a prompt's last token, because a later request recomputes that token.
+
+        0: the model has no recurrent states, or prefix caching is off.
+        """
         if not self.states.num_slots or not self.allocator.enable_prefix_caching:
             return 0
         return (len(sequence.tokens) - 1) // self.table.block_size * self.table.block_size
 
     def _keep_state(self, row: int) -> int:
-        """Keep the state at a block boundary that a row has just reached; returns the block, or `NO_BLOCK`."""
+        """Keep a snapshot of the state of a row that has just completed a block. Return the block that it belongs to.
+
+        Return `NO_BLOCK`, keeping nothing, if the model has no states, or the row is not at the end of a registered block.
+        """
         table = self.table
         count = table.chained.item(row)
         if not self.states.num_slots or not count or count * table.block_size != table.computed[row]:

@@ -1,4 +1,4 @@
-"""Chooses the work of a step: decodes, then prefill chunks, then admissions, within token budget and free blocks."""
+"""Chooses the work of a step: decodes, then prefill chunks, then admissions, within the token budget and free blocks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import Status
 
 Chunk = tuple[Sequence, int]
-"""A leader, and the number of its prompt's positions to compute."""
+"""A leader, and the number of prompt positions to compute for it in this step."""
 
 
 def blocks_for(prompt: int, length: int, block_size: int) -> int:
-    """Return the number of blocks for the KV of `length` tokens, `prompt` of them to be prefilled.
+    """Return the number of blocks that the KV of `length` tokens needs, `prompt` of which are prompt tokens.
 
-    The KV of the last token is only written by the step after it, unless it is a prompt token.
+    The last token of a completion needs no room, because the sequence finishes before its KV would be computed.
     """
     return -(-max(prompt, length - 1) // block_size)
 
@@ -27,8 +27,8 @@ class StepPlanner:
     """Plans the steps of one scheduler.
 
     Attributes:
-        admitting: the leader being admitted, inside `plan`.
-        deferred: leaders that the last `plan` skipped because another sequence is computing their next block.
+        admitting: the leader that `plan` is admitting; None: no leader is being admitted.
+        deferred: the leaders that the last `plan` skipped, because another sequence is computing a block that they need.
     """
 
     def __init__(self, config: InferenceConfig, queues: Queues, preemption: Preemption) -> None:
@@ -39,7 +39,7 @@ class StepPlanner:
         self.deferred: list[Sequence] = []
 
     def plan(self, version: int) -> ScheduledStep | None:
-        """Choose the work of the next forward and reserve its blocks; None if nothing can run."""
+        """Choose the work of the next forward pass and reserve its blocks. Return None if nothing can run."""
         queues = self._queues
         queues.allocator.forget_copies()
         self.admitting, self.deferred = None, []
@@ -94,9 +94,9 @@ class StepPlanner:
         )
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
-        """Reserve blocks for the next `count` positions, evicting younger sequences; False if there are still too few.
+        """Reserve blocks for a sequence's next `count` positions, evicting younger sequences if needed.
 
-        A decoding sequence for which there are too few is evicted itself.
+        Return False if there are still too few blocks. A decoding sequence is then evicted itself.
         """
         queues = self._queues
         while not queues.blocks.reserve(sequence.row, count):
@@ -135,14 +135,17 @@ class StepPlanner:
                 insert(queues.waiting, leader)
 
     def _next(self) -> Sequence | None:
-        """Remove and return the next leader to admit; None: there are no places for it and its siblings."""
+        """Remove and return the next leader to admit; None: no leader waits, or too few rows are free for its group."""
         queues = self._queues
         free = queues.num_free_places - sum(1 + len(each.siblings) for each in self.deferred)
         fits = queues.waiting and 1 + len(queues.waiting[0].siblings) <= free
         return queues.waiting.pop(0) if fits else None
 
     def _activate(self, sequence: Sequence, budget: int) -> int:
-        """Assign row, cached prefix and blocks to a waiting sequence; returns the size of its first chunk, 0 if no room."""
+        """Assign a row, the cached prefix and blocks to a waiting sequence.
+
+        Return the number of positions in its first chunk; 0 if there is no room.
+        """
         queues, table = self._queues, self._queues.table
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
         table.add(sequence)

@@ -1,4 +1,4 @@
-"""Preemption: active sequences release their row and KV and return to the queue, to be computed again.
+"""Preemption: active sequences release their row and KV, and return to the queue to be recomputed.
 
 The tokens generated so far become part of the prompt of a new segment of the record.
 """
@@ -14,19 +14,19 @@ from rollout.state import Status
 
 
 class Preemption:
-    """Takes KV from the sequences of one scheduler."""
+    """Preempts sequences of one scheduler."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
 
     def evict(self, sequence: Sequence) -> None:
-        """Requeue an active sequence whose blocks or place others need."""
+        """Requeue an active sequence whose blocks or row other sequences need."""
         counters = self._queues.counters
         counters["preemptions"] += 1
         counters["preemption_tokens_recomputed"] += self._checkpoint(sequence)
 
     def give_up_kv(self, group: list[Sequence]) -> None:
-        """Take row and blocks from a leader and its siblings and prepare them for the queue."""
+        """Free the rows and blocks of a leader and its siblings, and prepare these sequences to be queued again."""
         queues = self._queues
         queues.table.write_back(group[0])
         for each in group:
@@ -40,15 +40,15 @@ class Preemption:
             each.request.add_event_evict(timestamp=now)
 
     def checkpoint_all(self, why: BaseException | None = None) -> int:
-        """Requeue every active sequence, dropping its KV; returns the number of KV positions lost.
+        """Requeue every active sequence, dropping its KV. Return the number of KV positions lost.
 
         Args:
-            why: the error that caused the preemption; None: it was requested.
+            why: the error that caused the preemption; None: the preemption was requested.
         """
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
     def checkpoint_until_fits(self, num_pages: int) -> int:
-        """Requeue the youngest active sequences until at most this many pages are live; returns the KV positions lost."""
+        """Requeue the youngest active sequences until at most `num_pages` pages are live. Return the KV positions lost."""
         allocator, lost = self._queues.allocator, 0
         if len(allocator.pages.live()) > num_pages:
             allocator.drop_cached()
@@ -58,7 +58,7 @@ class Preemption:
         return lost
 
     def requeue_step(self, step: ScheduledStep, why: BaseException) -> None:
-        """Requeue the sequences of an interrupted step: their KV may be partly written, so it is recomputed."""
+        """Requeue the sequences of an interrupted step, because their KV may be partly written and must be recomputed."""
         decodes = [self._queues.by_row[row] for row in step.rows[: step.num_decodes].tolist()]
         for sequence in (*decodes, *step.prefills):
             if sequence.active:
@@ -69,11 +69,11 @@ class Preemption:
         """Free all rows and blocks after an exception inside a scheduler call.
 
         Args:
-            sequences: every sequence that was added and has not finished.
+            sequences: all sequences that were added and have not finished.
 
         Returns:
-            Sequences that are now in no queue: they were active, or being admitted or removed. Their records end where they
-            were last written.
+            The sequences that are now in no queue, because they were active, or were being admitted or removed. Their
+            records lack the tokens sampled since the last `write_back`.
         """
         queues = self._queues
         waiting: set[int] = set()
@@ -95,7 +95,7 @@ class Preemption:
         return lost
 
     def _checkpoint(self, sequence: Sequence, why: BaseException | None = None) -> int:
-        """Drop a sequence's KV and requeue it; returns the number of KV positions lost."""
+        """Drop a sequence's KV and requeue the sequence with its siblings. Return the number of KV positions lost."""
         queues, group = self._queues, [sequence, *sequence.siblings]
         lost = queues.table.computed.item(sequence.row)
         if why is not None:

@@ -1,4 +1,4 @@
-"""Queues of one engine's sequences by state (waiting, parked, prefilling, decoding), and the rows they own."""
+"""One engine's sequences in queues by state (waiting, parked, prefilling, decoding), and the rows that they own."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rollout.observe.metric_table import ENGINE_STATS
 
 
 class Queues:
-    """Queues and rows of one engine. Every queue holds group leaders in order of (priority, arrival).
+    """The queues and rows of one engine. Every queue holds group leaders in order of (priority, arrival).
 
     Attributes:
         table: the active sequences as arrays.
-        blocks: the blocks they hold.
-        waiting: sequences that may be admitted.
-        parked: sequences accepted under another variant than the current one.
-        prefilling, decoding: leaders that hold KV.
+        blocks: the block tables of the active sequences.
+        waiting: the leaders that may be admitted.
+        parked: the leaders that were accepted under another variant than the current one.
+        prefilling, decoding: the leaders that hold KV.
         by_row: the owner of each row, unforked samples included.
-        variant: the current variant.
-        clock: seconds.
-        counters: the `ENGINE_STATS` that are counted here.
+        variant: the current variant, that is, the model's active adapters.
+        clock: returns the time in seconds.
+        counters: the counters of `ENGINE_STATS` that the queues keep.
     """
 
     def __init__(self, allocator: BlockAllocator, clock: Callable[[], float], max_requests: int) -> None:
@@ -43,7 +43,7 @@ class Queues:
         self.reset_active()
 
     def reset_active(self) -> None:
-        """Forget every active sequence; the caller resets rows and blocks."""
+        """Forget every active sequence. The caller must reset rows and blocks."""
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.by_row: dict[int, Sequence] = {}
@@ -53,12 +53,12 @@ class Queues:
 
     @property
     def num_places(self) -> int:
-        """The number of sequences that may own a row: `max_requests`, or the number of state slots."""
+        """The maximum number of sequences that own a row: `max_requests`, or the number of state slots if that is less."""
         return min(self._max_requests, self.allocator.states.num_slots or self._max_requests)
 
     @property
     def num_free_places(self) -> int:
-        """The number of rows that may be taken now. Another scheduler may hold some of the state slots."""
+        """The number of further rows that sequences can own now. Another scheduler may hold some of the state slots."""
         states, free = self.allocator.states, self._max_requests - self.num_active
         if not states.num_slots:
             return free
@@ -76,11 +76,11 @@ class Queues:
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def active(self) -> list[Sequence]:
-        """Return the sequences that hold KV, oldest first; unforked samples are in their leader's `siblings`."""
+        """Return the leaders that hold KV, oldest first; unforked samples are in their leader's `siblings`."""
         return sorted([*self.decoding, *self.prefilling], key=rank)
 
     def leaders(self) -> list[Sequence]:
-        """Return every sequence that is not in another sequence's `siblings`, in no order."""
+        """Return every sequence that is not in another sequence's `siblings`, in no particular order."""
         return [*self.waiting, *self.parked, *self.decoding, *self.prefilling]
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -95,19 +95,19 @@ class Queues:
         return [each for owner in owners for each in (owner, *owner.siblings)]
 
     def decode_rows(self) -> IntArray:
-        """Return the rows of `decoding`, int32 [D]."""
+        """Return the rows of the D decoding sequences, int32 [D]."""
         if self._decode_rows is None:
             self._decode_rows = np.fromiter((s.row for s in self.decoding), np.int32, len(self.decoding))
         return self._decode_rows
 
     def queue_of(self, sequence: Sequence) -> list[Sequence]:
-        """Queue that a sequence without a row belongs to."""
+        """Return the queue for a sequence without a row: `waiting`, or `parked` if its variant is not the current one."""
         return self.waiting if sequence.variant == self.variant else self.parked
 
     # --- changes of queue ---------------------------------------------------------------------------------------
 
     def start_prefill(self, leader: Sequence) -> None:
-        """Enter a leader that owns a row, and give its siblings rows."""
+        """Add a leader that owns a row to `prefilling`, and give its siblings rows."""
         for sibling in leader.siblings:
             self.table.add(sibling)
             self.by_row[sibling.row] = sibling
@@ -115,12 +115,12 @@ class Queues:
         insert(self.prefilling, leader)
 
     def start_decode(self, sequence: Sequence) -> None:
-        """Enter a sequence whose prompt has been computed."""
+        """Add a sequence whose prompt has been computed to `decoding`."""
         insert(self.decoding, sequence)
         self._decode_rows = None
 
     def deactivate(self, sequence: Sequence) -> None:
-        """Take row and blocks from an active sequence."""
+        """Remove an active sequence from its queue, and free its row and blocks."""
         row = sequence.row
         if not discard(self.prefilling, sequence) and discard(self.decoding, sequence):
             self._decode_rows = None
@@ -129,7 +129,7 @@ class Queues:
         self.table.remove(sequence)
 
     def put_back(self, group: list[Sequence]) -> None:
-        """Return a group without rows to its place, led by its first sequence; no effect on an empty group."""
+        """Queue a group without rows at its rank, led by its first sequence. Do nothing if the group is empty."""
         if group:
             leader, *siblings = group
             leader.siblings = siblings

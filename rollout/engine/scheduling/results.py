@@ -1,4 +1,4 @@
-"""Applies the tokens of a step to its sequences: finishes, forks, and registered prefix blocks."""
+"""Applies the tokens of a step to its sequences: appends tokens, forks groups, finishes sequences, registers blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepResults:
     """Applies the results of the steps of one scheduler.
 
     Args:
-        track_events: add an event with the block counts to every token.
+        track_events: whether to record an event with the block counts for every token.
     """
 
     def __init__(self, queues: Queues, *, track_events: bool) -> None:
@@ -25,7 +25,7 @@ class StepResults:
         self._pool_counts: dict[str, int] = {}
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Apply the results of a step that began at `since`; returns the finished sequences, with complete records."""
+        """Apply the results of a step that began at time `since`. Return the finished sequences, with complete records."""
         queues = self._queues
         queues.allocator.host.unsettled = False
         queues.counters["kv_blocks_copied"] += sum(source >= 0 and target >= 0 for source, target in step.copies)
@@ -49,7 +49,7 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append the tokens of several decode steps of equal duration, without tokens drawn after a row's end."""
+        """Append the tokens of several decode steps, which count as equally long. Leave out tokens after a row's end."""
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
         needs_each = self._track_events or not table.plain[rows].all()
@@ -83,7 +83,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append the tokens of these steps of a run to `rows`; they finish no row and cross no block boundary."""
+        """Append the tokens of the steps `span` of a run to `rows`. They must finish no row and cross no block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)
@@ -100,10 +100,10 @@ class StepResults:
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
     ) -> NDArray[np.bool_]:
-        """Append the sampled tokens at `indices` to `rows`, one to each; finished sequences go to `ended`.
+        """Append the sampled tokens at `indices` to `rows`, one token per row. Add finished sequences to `ended`.
 
         Returns:
-            [len(rows)] bool, the rows that have not ended.
+            [len(rows)] bool, whether each row has not finished.
         """
         queues, table = self._queues, self._queues.table
         queues.counters["generated_tokens"] += len(rows)
@@ -142,7 +142,7 @@ class StepResults:
     def _keep(
         self, rows: IntArray, kept: list[bytes], indices: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
-        """Add the sets of the sampled tokens at `indices` to the sequences of `rows`; a token without log-prob has none."""
+        """Record the kept sets of the sampled tokens at `indices`, except for tokens whose log-prob is NaN."""
         by_row, total = self._queues.by_row, 0
         for row, index, good in zip(rows.tolist(), indices.tolist(), (logprobs == logprobs).tolist(), strict=True):
             packed = kept[index]
@@ -152,7 +152,7 @@ class StepResults:
         self._queues.counters["kept_tokens_bytes"] += total
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """Finish a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
+        """Finish a sequence that is active or in no queue: complete its record, and release its blocks and row."""
         queues, request = self._queues, sequence.request
         if sequence.active:
             queues.table.write_back(sequence)
@@ -204,7 +204,7 @@ class StepResults:
         return None
 
     def _end_prompt(self, leader: Sequence, ended: list[Sequence]) -> None:
-        """Fork the samples of a fully computed prompt and start decoding; samples that generate nothing go to `ended`."""
+        """Fork the samples of a fully computed prompt and start decoding. Add samples that generate nothing to `ended`."""
         queues, table = self._queues, self._queues.table
         group = [leader, *leader.siblings]
         discard(queues.prefilling, leader)

@@ -1,4 +1,4 @@
-"""Duration of steps, and the number of decode steps that may be made in one call. No tensors, no clock."""
+"""Expected duration of a step, and the number of decode steps that may be made in one call. No tensors, no clock."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
 LONGEST_S = 0.03
-"""Upper bound on one run of steps, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
+"""The upper bound on one run of steps, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
 MOST = 64
-"""The maximum number of steps of a run, even if steps are measured as very short."""
+"""The maximum number of steps in a run, even if steps are very short."""
 MOST_WITH_TEXT = 8
-"""Maximum steps of a run with rows that their text may finish: tokens after the end are computed for nothing."""
+"""The maximum number of steps in a run if some rows have stop strings. Tokens computed after a stop string are discarded."""
 
 _NEWEST = 0.2
-"""The weight of the newest step in the mean."""
+"""The weight of the newest step in the running mean."""
 _OUTLIER = 3.0
 
 
 class StepCost:
-    """Seconds of a decode step: a mean that favours recent steps, and the number of rows it was measured with."""
+    """The cost of a decode step: running means of its duration in seconds and of its number of rows."""
 
     def __init__(self) -> None:
         self._rows = 1.0
         self._seconds = math.inf
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Add one step to the mean. A step much longer than expected counts less: others may have used the machine."""
+        """Add one step to the means. Cap the duration of an outlier, because other processes may have used the machine."""
         if _OUTLIER * seconds < self.step(rows):
             # Restart the mean: the earlier steps were much slower, perhaps because they compiled kernels and captured
             # graphs.
@@ -40,15 +40,15 @@ class StepCost:
         self._rows += _NEWEST * (rows - self._rows)
 
     def step(self, rows: int) -> float:
-        """Return the longest expected duration of a step of this many rows, in seconds; infinite before the first."""
+        """Return an upper estimate of how long a step of `rows` rows takes, in seconds; infinite before the first step."""
         return self._seconds * max(1.0, rows / self._rows)
 
 
 def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
-    """Return the decodes of a step with up to `MOST` - 1 further steps in the same call, and reserve their blocks.
+    """Extend a step of decodes by up to `MOST` - 1 further decode steps in the same call, and reserve their blocks.
 
-    No row exceeds its maximum length, no sequence is preempted for the run, and a block is left to each sequence. With
-    recurrent states the run ends at the first block boundary, where a snapshot of the state may be kept.
+    No row exceeds its maximum length, no sequence is preempted for the run, and one free block is left for each sequence.
+    In a model with recurrent states, the run ends at the first block boundary, where a snapshot of the state may be kept.
     """
     table, rows = queues.table, step.rows
     seconds = cost.step(len(rows))
@@ -65,7 +65,7 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:
-    """Reserve blocks for the next `count` positions of every row. False: too few are free, and none was reserved."""
+    """Reserve blocks for the next `count` positions of every row. Return False, reserving none, if too few are free."""
     table = queues.table
     fresh = -(-(table.computed[rows] + count) // table.block_size) - table.num_blocks[rows]
     if not (fresh > 0).any():

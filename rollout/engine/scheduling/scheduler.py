@@ -1,12 +1,12 @@
-"""Continuous batching: admission, chunked prefill and preemption within token budget and free blocks.
+"""Continuous batching: admission, chunked prefill and preemption, within the token budget and the free blocks.
 
-Owns the queues, the sequence table and every block id. No tensors; the clock is passed in.
+The scheduler owns the queues, the sequence table and every block id. It handles no tensors; the clock is passed in.
 
 Always true between calls:
-- admission is in order of (priority, arrival); an evicted sequence returns to its place. A sequence that
-  waits for a prefix that another sequence is computing is skipped, with rows and blocks kept free for it;
+- sequences are admitted in order of (priority, arrival); an evicted sequence returns to its place in this order. A sequence
+  that waits for a prefix that another sequence is computing is skipped, with rows and blocks kept free for it;
 - the oldest active sequence can always run: it may evict every younger sequence, and it fits alone (checked by `add`);
-- blocks are registered as a shareable prefix only if a new request would compute the same KV before them now;
+- a block is registered as a shareable prefix only if a new request would now compute the same KV for it;
 - a sequence runs only under the variant (active adapters) it was accepted under; otherwise it is parked;
 - a sequence finishes exactly once, as a `Sequence` whose record is complete.
 """
@@ -33,10 +33,11 @@ class Scheduler(Queues):
     """Schedules the sequences of one engine.
 
     Attributes:
-        preemption: takes KV from active sequences.
+        preemption: preempts active sequences.
         planner: chooses the work of a step.
-        cost: seconds of a step without prefill.
-        forward: key of the forward settings other than the variant; part of the prefix key only.
+        cost: the expected duration of a step without prefill.
+        forward: the key of all forward settings except the variant. KV is shared only under an equal key, but a change does
+            not evict running sequences.
         version: the current policy version.
     """
 
@@ -54,16 +55,16 @@ class Scheduler(Queues):
     # --- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """Choose the work of the next forward and reserve its blocks; None when nothing can run."""
+        """Choose the work of the next forward pass and reserve its blocks. Return None if nothing can run."""
         self._scheduled_at = self.clock()
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """Return the same decodes with as many further steps as may follow in one call."""
+        """Extend a step of decodes by as many further decode steps as can be made in the same call; see `run_ahead`."""
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Apply the results of a step; returns the finished sequences, with complete records."""
+        """Apply the results of a step. Return the finished sequences, with complete records."""
         if not step.prefills:
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
         return self._results.apply(step, sampled, self._scheduled_at)
@@ -71,10 +72,11 @@ class Scheduler(Queues):
     # --- adding and removing sequences --------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, variant: Variant | None = None) -> None:
-        """Queue a sequence (with its unforked `siblings`) by rank.
+        """Queue a sequence, with its unforked `siblings`, at its rank.
 
         Args:
-            variant: the variant it is accepted under; None: the current one.
+            sequence: the leader of a group.
+            variant: the variant under which the sequence is accepted; None: the current variant.
 
         Raises:
             InvalidRequestError: the sequence could never run, even alone.
@@ -87,15 +89,17 @@ class Scheduler(Queues):
         insert(self.queue_of(sequence), sequence)
 
     def check_fits(self, request_id: int, samples: int, prompt: int = 0, length: int = 0) -> None:
-        """Raise for a group that does not fit even alone.
+        """Check that a group would fit if it ran alone.
 
         Args:
-            prompt: tokens of the prompt.
-            length: maximum tokens of a sample, including the prompt.
+            request_id: id of the request, for messages.
+            samples: number of samples in the group.
+            prompt: number of tokens in the prompt.
+            length: maximum number of tokens of a sample, including the prompt.
 
         Raises:
-            InvalidRequestError: the group has more samples than `max_requests`, or than there are state slots; or the pool
-                has too few blocks for a sample.
+            InvalidRequestError: the group has more samples than `max_requests` or the number of state slots, or the pool has
+                too few blocks for one sample.
         """
         if samples > self.num_places:
             limit = "max_requests" if self.num_places == self.config.max_requests else "state_slots"
@@ -113,11 +117,11 @@ class Scheduler(Queues):
             )
 
     def blocks_needed(self, prompt: int, length: int) -> int:
-        """Return the number of blocks for the KV of `length` tokens, `prompt` of them to be prefilled."""
+        """Return the number of blocks that the KV of `length` tokens needs, `prompt` of which are prompt tokens."""
         return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
-        """Remove and return every sequence whose (request_id, sample_index) matches; their blocks are released.
+        """Remove and return every sequence for whose (request_id, sample_index) `keys` returns True. Release their blocks.
 
         If a leader is removed, the first of its remaining unforked siblings becomes the leader.
         """
@@ -148,19 +152,19 @@ class Scheduler(Queues):
         return removed
 
     def leave(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """Finish a sequence, active or already removed from the queue: complete its record, release its blocks and row."""
+        """Finish a sequence that is active or in no queue: complete its record, and release its blocks and row."""
         self._results.leave(sequence, reason, error)
 
     # --- changes to the model -----------------------------------------------------------------------------------
 
     def has_work(self, variant: Variant) -> bool:
-        """Return whether a sequence could run under `variant`."""
+        """Return whether any sequence could run under `variant`."""
         if variant == self.variant:
             return bool(self.waiting or self.by_row)
         return any(sequence.variant == variant for sequence in self.parked)
 
     def switch(self, variant: Variant, forward: Hashable) -> None:
-        """Change the variant and the forward key, which empties the prefix cache.
+        """Change the variant and the forward key. This empties the prefix cache.
 
         If the variant changes, all active sequences are evicted, because their KV belongs to the old variant.
         """
@@ -176,7 +180,7 @@ class Scheduler(Queues):
             insert(self.queue_of(leader), leader)
 
     def advance_version(self, version: int) -> None:
-        """Start a new policy version: close every version span at its current length. O(1) per sequence."""
+        """Start a new policy version: close every sequence's version span at its current length. O(1) per sequence."""
         table = self.table
         for sequence in self:
             request = sequence.request

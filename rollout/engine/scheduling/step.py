@@ -1,4 +1,4 @@
-"""Scheduler output and model-runner output of one step. No tensors."""
+"""The scheduler's output and the model runner's output for one step. No tensors."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from rollout.engine.scheduling.sequences import Sequence as Sample
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """Work of one forward pass. Entry e computes `counts[e]` positions of table row `rows[e]`, from `starts[e]` on.
+    """The work of one forward pass: E entries, of which K tokens are sampled.
 
-    The first `num_decodes` entries compute one position each, and are all sampled; the others are prefill chunks.
+    Entry e computes `counts[e]` positions of table row `rows[e]`, starting at position `starts[e]`. The first `num_decodes`
+    entries compute one position each, and a token is sampled from each; the other entries are prefill chunks.
     """
 
     rows: IntArray
-    """[E] int32, table row of each entry."""
+    """[E] int32, the table row of each entry."""
     starts: IntArray
-    """[E] int32, first position that each entry computes."""
+    """[E] int32, the first position that each entry computes."""
     counts: IntArray
-    """[E] int32, number of positions that each entry computes."""
+    """[E] int32, the number of positions that each entry computes."""
     num_decodes: int
     prefills: tuple[Sample, ...]
-    """Sequences of the entries from `num_decodes` on."""
+    """The sequences of the prefill entries, which follow the first `num_decodes` entries."""
     copies: tuple[tuple[int, int], ...]
-    """(source, destination) pages to copy before the forward, in this order; `~s`: slot s of the host."""
+    """(source, destination) pages to copy before the forward pass, in this order; `~s` means slot s in host memory."""
     sampled_entries: IntArray
-    """[K] int32, the entry whose last position is sampled; the samples of one group share one."""
+    """[K] int32, the entry whose last position each token is sampled from; all samples of a group use the same entry."""
     sampled_rows: IntArray
-    """[K] int32, the table row that receives the token."""
+    """[K] int32, the table row that receives each token."""
     ahead: int = 0
     """The maximum number of decode steps that these rows make in one call; their blocks are reserved. 0: one step."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
-    """(source, destination) state slots to copy before the forward; all are read before any is written. Negative source:
-    zeros."""
+    """(source, destination) state slots to copy before the forward pass, all read before any is written. A negative source
+    means zeros."""
 
     @property
     def num_tokens(self) -> int:
-        """The number of positions computed."""
+        """The number of positions that the step computes."""
         return int(self.counts.sum())
 
     def distinct_entries(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return `sampled_entries` without duplicates, and for each of the K entries its index in them."""
+        """Return `sampled_entries` without duplicates, and for each of the K tokens the index of its entry in the result."""
         if not self.prefills:
             entries = self.sampled_entries.astype(np.int64)
             return entries, entries
@@ -57,24 +58,24 @@ class ScheduledStep:
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:
-    """Sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`.
+    """The K sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`.
 
-    A run of decode steps has `steps` tokens of each row, one after the other.
+    A run of several decode steps has K = rows * `steps` tokens: all tokens of the first row, then all of the second, etc.
     """
 
     token_ids: NDArray[np.int64]
-    """[K] sampled token ids."""
+    """[K], the sampled token ids."""
     logprobs: NDArray[np.float32]
-    """[K] log-probs of the sampled tokens; NaN where the logits had no finite value."""
+    """[K], the log-probs of the sampled tokens; NaN if the logits had no finite value."""
     top: list[list[tuple[int, float]]] | None = None
-    """[K] of (token, log-prob), best first; None if no request needs them."""
+    """[K], the most likely tokens as (token, log-prob), most likely first; None if no request needs them."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Index in K → why the sample has no token, if known."""
+    """The reasons why samples have no valid token, if known, by index into the K tokens."""
     complete: Sequence[int] = ()
-    """Indices in K of samples whose text was complete, so that they stop before `min_tokens`."""
+    """The indices, into the K tokens, of samples whose structured text is complete: they may stop before `min_tokens`."""
     kept: list[bytes] | None = None
-    """[K] sets from which the tokens were drawn, each packed by `pack_kept`; None if no request returns them."""
+    """[K], the token sets from which the tokens were drawn, each packed by `pack_kept`; None if no request returns them."""
     values: NDArray[np.float32] | None = None
-    """[K, k] numbers of the user's function of the hidden states; None: there is no function."""
+    """[K, k], the k numbers per token that the user's value function computed; None: there is no function."""
     steps: int = 1
     """The number of decode steps made."""
