@@ -1,8 +1,8 @@
-"""Asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
+"""The asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
 
-Always true: every future finishes with a result or an error; nothing is polled; once the connection is lost, every call
-raises `ConnectionLostError` immediately, and another client is needed. A client belongs to one event loop and is not
-thread-safe.
+- Every future finishes with a result or an error. Nothing is polled.
+- Once the connection is lost, every call raises `ConnectionLostError` immediately; build another client.
+- A client belongs to one event loop and is not thread-safe.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ if TYPE_CHECKING:
 CONTROL_TIMEOUT_S = Advanced.control_timeout_s
 """The default deadline of a control call, in seconds."""
 ANSWER_MARGIN_S = 5.0
-"""Added to the coordinator's own deadline, so that its error, which names the late engines, arrives first."""
+"""Seconds that the client waits beyond the coordinator's deadline, so that the coordinator's error, which names the late
+engines, arrives first."""
 QUERY_TIMEOUT_S = 30.0
-"""The deadline of a query that the coordinator answers without the engines."""
+"""The default deadline, in seconds, of a query that the coordinator answers without the engines."""
 
 
 class InferenceClient:
     """A client that sends requests and control calls to a coordinator. It connects in `start` or `async with`.
 
     Args:
-        address: `tcp://host:port`.
-        name: shown in logs.
-        keys: the job's keys, if the coordinator requires them.
-        member: rank in [0, data_parallel_size) whose training loop uses this client; barriers wait for it. None: not a
-            member.
-        control_timeout_s: default deadline of a control call.
+        address: the coordinator's address, `tcp://host:port`.
+        name: the client's name in logs.
+        keys: the job's keys; None: the coordinator uses no keys.
+        member: the rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for it.
+            None: barriers do not wait for this client.
+        control_timeout_s: default deadline of a control call, in seconds.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class InferenceClient:
         answer_signal()
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines for `rollout.threads.diagnosis`."""
+        """Yield the line that `rollout.threads.diagnosis` prints about this client."""
         how = f"lost ({self.lost})" if self.lost is not None else "connected" if self.connected else "not connected"
         yield f"client {self.name!r} of {self.address}: {how}; {self._session.waits_for()}"
 
@@ -90,10 +91,10 @@ class InferenceClient:
         """Connect and perform the handshake. Idempotent.
 
         Raises:
-            DeadlineError: no answer within `timeout_s`.
-            ConnectionLostError: the coordinator refused this client, or the connection was lost before; build another
-                client.
-            ConfigError: invalid address.
+            DeadlineError: the coordinator did not answer within `timeout_s` seconds.
+            ConnectionLostError: the coordinator refused this client, or the client has lost its connection earlier; build
+                another client.
+            ConfigError: the address is invalid.
         """
         if self.lost is not None:
             raise ConnectionLostError(f"{self.lost}; build another client")
@@ -146,7 +147,7 @@ class InferenceClient:
 
     @property
     def policy_version(self) -> int | None:
-        """The policy version at the handshake, updated by this client's own calls only; None before `start`."""
+        """The policy version at the handshake or in this client's latest `set_policy_version`; None before `start`."""
         return self._policy_version
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -154,23 +155,24 @@ class InferenceClient:
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestFuture:
-        """Submit a group of n samples of a prompt. Cancelling the future aborts the group.
+        """Submit a group: one prompt with n samples. Cancelling the future aborts the group.
 
         Returns:
-            A future whose result is the list of n samples. It fails with a `RequestError` if the whole group failed, or
-            with `ConnectionLostError`; a sample that failed alone is in the list with its `error`.
+            A future whose result is the list of n samples. It fails with a `RequestError` if the whole group fails, and
+            with `ConnectionLostError` if the connection is lost. If only one sample fails, the list still contains it,
+            with its `error` set.
 
         Raises:
             InvalidRequestError: a value is out of range; nothing was sent.
-            ConnectionLostError: not connected.
-            TypeError: unknown option.
+            ConnectionLostError: the client is not connected.
+            TypeError: an option is unknown.
         """
         return self._future(self.open_group(prompt, sampling_params, wanted=None, **options))
 
     def add_request_streaming(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestStream:
-        """Submit a group and stream a delta every `interval` tokens (default 1). Raises as `add_request` does."""
+        """Submit a group and stream a delta every `interval` tokens (default 1). Raises the same errors as `add_request`."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
         stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)
@@ -179,7 +181,7 @@ class InferenceClient:
         return stream
 
     def abort_request(self, request: RequestFuture | RequestStream | int) -> bool:
-        """Abort a request, which then fails with `RequestAbortedError`; returns False if it had already finished."""
+        """Abort a request, which then fails with `RequestAbortedError`. Return False if it has already finished."""
         return self._session.abort(request if isinstance(request, int) else request.request_id)
 
     def open_group(
@@ -190,8 +192,9 @@ class InferenceClient:
         wanted: Collection[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> OpenGroup:
-        """Submit a group and return its record, on which the caller sets `on_update` and `on_done`; see
-        `ClientSession.submit`.
+        """Submit a group and return its record, on which the caller may set `on_update` and `on_done`.
+
+        `wanted` and `options` are those of `ClientSession.submit`.
         """
         return self._session.submit(prompt, sampling_params or _DEFAULT_PARAMS, wanted=wanted, **options)
 
@@ -216,36 +219,37 @@ class InferenceClient:
     # --- control calls ------------------------------------------------------------------------------------------
 
     async def pause_engines(self, timeout_s: float | None = None) -> None:
-        """Pause every engine at its next step boundary; return when all are paused.
+        """Pause every engine at its next step boundary; return when all engines are paused.
 
         Args:
-            timeout_s: deadline of the call, as for every control call; None: this client's `control_timeout_s`.
+            timeout_s: deadline of the call, in seconds; None: this client's `control_timeout_s`. The same holds for every
+                control call.
 
         Raises:
-            ControlError: not allowed in the coordinator's state, or some engines failed or did not answer in time; the
-                message and `engines` name them.
+            ControlError: the coordinator's state does not allow the call, or some engines failed or did not answer in
+                time. The message and the attribute `engines` name them.
             DeadlineError: the coordinator itself did not answer.
-            ConnectionLostError: not connected.
+            ConnectionLostError: the client is not connected.
         """
         await self._control(ControlSignal.PAUSE.value, None, timeout_s)
 
     async def unpause_engines(self, timeout_s: float | None = None) -> None:
-        """Unpause every engine. Raises as `pause_engines` does."""
+        """Resume stepping on every paused engine. Raises the same errors as `pause_engines`."""
         await self._control(ControlSignal.UNPAUSE.value, None, timeout_s)
 
     async def suspend_engines(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Suspend every paused engine and release its KV memory. Raises as `pause_engines` does.
+        """Suspend every paused engine and release its KV memory. Raises the same errors as `pause_engines`.
 
         Args:
-            mode: how the KV cache is kept. None: as each engine is configured. An unknown mode raises `ConfigError`.
+            mode: what happens to the KV cache. None: each engine's configured mode. An unknown mode raises `ConfigError`.
         """
         chosen = KVCacheManagementMode.parse(mode)
         await self._control(ControlSignal.SUSPEND.value, None if chosen is None else chosen.value, timeout_s)
 
     async def resume_engines(self, timeout_s: float | None = None) -> None:
-        """Restore the KV memory of every suspended engine, which is then PAUSED.
+        """Restore the KV memory of every suspended engine and leave the engine paused.
 
-        An engine that its own training loop has suspended stays suspended until that loop resumes it.
+        An engine that its own training loop has suspended stays suspended until that loop resumes the engine.
         """
         await self._control(ControlSignal.RESUME.value, None, timeout_s)
 
@@ -261,55 +265,59 @@ class InferenceClient:
         self._policy_version = version
 
     async def flush_prefix_cache(self, timeout_s: float | None = None) -> int:
-        """Drop all unreferenced cached blocks of every engine; return their number."""
+        """Evict all cached blocks that no request uses, on every engine; return the number of evicted blocks."""
         return await self._control(FLUSH_PREFIX_CACHE, None, timeout_s)
 
     async def load_weights(self, folder: str, timeout_s: float | None = None) -> None:
-        """Load a folder of safetensors into the module of every engine, which the caller has paused.
+        """Load a folder of safetensors into the model of every engine. The caller must have paused the engines.
 
-        A `ControlError` names the engines where it failed; the others have loaded it.
+        A `ControlError` names the engines that could not load the folder; the other engines have loaded it.
         """
         await self._control(LOAD_WEIGHTS, folder, timeout_s)
 
     async def load_adapter(self, name: str, folder: str, timeout_s: float | None = None) -> None:
-        """Load the LoRA adapter of a folder into every engine, for `SamplingParams.adapter=name`. Raises as
-        `load_weights` does.
+        """Load the LoRA adapter in a folder into every engine, for `SamplingParams(adapter=name)`.
+
+        Raises the same errors as `load_weights`.
         """
         await self._control(LOAD_ADAPTER, f"{name}={folder}", timeout_s)
 
     async def unload_adapter(self, name: str, timeout_s: float | None = None) -> int:
-        """Unload an adapter from every engine; return the number of samples that this ended."""
+        """Unload an adapter from every engine; return the number of samples that failed because they used the adapter."""
         return await self._control(UNLOAD_ADAPTER, name, timeout_s)
 
     async def status(self, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-        """Return a snapshot of the coordinator: states, queue, ranks, clients, barrier."""
+        """Return a snapshot of the job: state, queue, ranks, clients and barrier; see `CoordinatorCore.status`."""
         table: dict[str, Any] = await self._answer(self._session.status(), timeout_s, "status()")
         return table
 
     async def barrier(
         self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0
     ) -> None:
-        """Wait until every member has arrived at barrier `index` or a later one.
+        """Wait until every member of the job has arrived at barrier `index` or at a later barrier.
 
         Args:
-            what, policy_version: name of the collective call and version of the weights; equal on all members.
+            index: number of the barrier, from 0.
+            timeout_s: seconds to wait for the other members.
+            what: name of the collective call, which must be the same on all members.
+            policy_version: version of this member's weights, which must be the same on all members.
 
         Raises:
             DeadlineError: a member did not arrive within `timeout_s`. This member's arrival stays registered.
-            EngineStateError: all have arrived, but `what` or `policy_version` differ.
+            EngineStateError: all members have arrived, but their `what` or `policy_version` differ.
             ConfigError: `index` is not an integer in [0, 2**63).
-            ConnectionLostError: not connected.
+            ConnectionLostError: the client is not connected.
         """
         if type(index) is not int or not 0 <= index < 2**63:
             raise ConfigError(f"index={index!r}: must be an integer in [0, 2**63)")
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Make the arrival at barrier `index` match any call of the other members, because this call failed."""
+        """Report that this member's collective call failed, so that its arrival at barrier `index` matches any call."""
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:
-        """Make a control call; return the sum of the engines' amounts."""
+        """Make a control call; return the sum of the numbers that the engines report, such as evicted blocks."""
         limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
         amount: int = await self._answer(call, limit + ANSWER_MARGIN_S, signal)

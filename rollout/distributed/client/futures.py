@@ -1,7 +1,7 @@
-"""`RequestFuture` and `RequestStream`: the result of one group, and its new tokens as they arrive.
+"""`RequestFuture` and `RequestStream`: the result of one group, and the group's new tokens as they arrive.
 
-Always true: each finishes once, with the group's samples or an error that gives the reason. Cancelling the future or closing
-the stream aborts the request.
+Both finish once, with the group's samples or with an error that gives the reason. Cancelling the future or closing the
+stream aborts the request.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Sleeper = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 class RequestFuture(asyncio.Future[Any]):
     """The future of a group's n samples: an `asyncio.Future` that any thread may finish and wait for.
 
-    `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling it, or a
+    `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling the future, or a
     task that awaits it, aborts the request; `asyncio.shield` prevents that.
 
     Args:
-        loop: runs the callbacks.
-        abort: called with the request's id.
-        refuse_to_block: raises if a blocking `result()` would keep the samples from arriving. None: on `loop`.
+        loop: the event loop that runs the callbacks.
+        abort: a function that aborts the request with the given id.
+        refuse_to_block: a function that raises an error if a blocking `result()` on this thread would keep the samples
+            from arriving. None: `result()` must not block on `loop`.
 
     Attributes:
-        request_id: as in the samples.
-        prompt: if given as text.
-        group: the tokens received so far; None from an `LLM`.
+        request_id: the request's id, as in the samples.
+        prompt: the prompt's text; None if the prompt was not given as text.
+        group: the tokens received so far; None for a future that an `LLM` returns.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class RequestFuture(asyncio.Future[Any]):
     def result(self, timeout_s: float | None = None) -> Any:
         """Return the samples, in order; block this thread until all have finished.
 
+        Args:
+            timeout_s: seconds to wait. None: no limit.
+
         Raises:
             DeadlineError: the samples did not finish within `timeout_s`. They continue.
             RolloutError: the request failed.
             asyncio.CancelledError: the future was cancelled.
-            RuntimeError, asyncio.InvalidStateError: waiting here would never return, because this thread runs its
-                loop.
+            RuntimeError, asyncio.InvalidStateError: the call would never return, because this thread runs the event loop
+                on which the samples arrive.
         """
         if not self.done():
             if self._refuse_to_block is not None:
@@ -113,7 +117,7 @@ class RequestFuture(asyncio.Future[Any]):
         self._abort(self.request_id)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the future and abort the request. Returns False if it had already finished."""
+        """Cancel the future and abort the request. Return False if the future had already finished."""
         cancelled = self._finish(super().cancel, msg)
         if cancelled:
             self.abort()
@@ -124,7 +128,7 @@ class RequestFuture(asyncio.Future[Any]):
         self._tell(fn, self.get_loop(), context)
 
     def remove_done_callback(self, fn: Told, /) -> int:
-        """Remove all callbacks that equal `fn`; returns their number."""
+        """Remove all callbacks that equal `fn`; return the number of removed callbacks."""
         with self._changing:
             kept = [each for each in self._told if each[0] != fn]
             removed = len(self._told) - len(kept)
@@ -132,11 +136,11 @@ class RequestFuture(asyncio.Future[Any]):
         return removed
 
     def end(self, samples: Any) -> None:
-        """Finish with the samples, from any thread. No effect if the future has already finished."""
+        """Finish the future with its samples. Any thread may call this. No effect if the future has already finished."""
         self._finish(super().set_result, samples)
 
     def fail(self, error: type | BaseException) -> None:
-        """Fail with an error, from any thread. No effect if the future has already finished."""
+        """Finish the future with an error. Any thread may call this. No effect if the future has already finished."""
         if self._finish(super().set_exception, error) and isinstance(error, RequestAbortedError):
             # Retrieve the exception: otherwise asyncio would log it as never retrieved.
             self.exception()
@@ -154,7 +158,7 @@ class RequestFuture(asyncio.Future[Any]):
         return True
 
     def _tell(self, fn: Told, loop: asyncio.AbstractEventLoop | None, context: Context | None) -> None:
-        """Call `fn(self)` on this loop once the future has finished. None: on the thread that finishes it."""
+        """Call `fn(self)` on `loop` once the future has finished. None: call it on the thread that finishes the future."""
         with self._changing:
             if not self.done():
                 self._told.append((fn, loop, context))
@@ -176,14 +180,15 @@ class RequestFuture(asyncio.Future[Any]):
 
 
 Delta = TextDelta
-"""Delta that `InferenceClient.add_request_streaming` yields; without text."""
+"""The delta that `InferenceClient.add_request_streaming` yields. Only a sample's last delta has text."""
 
 
 class Readers:
-    """Wakes the readers of streams with one call into a reader's loop per `flush`, however many streams have tokens.
+    """The readers of streams to wake. A `flush` makes one call per event loop, however many of its streams have tokens.
 
     Args:
-        schedule: called with `flush` if there is a reader to wake; None: the caller flushes.
+        schedule: a function that runs `flush` soon; it is called when the first reader waits to be woken. None: the caller
+            runs `flush`.
     """
 
     def __init__(self, schedule: Callable[[Callable[[], None]], object] | None = None) -> None:
@@ -191,7 +196,7 @@ class Readers:
         self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def wake(self, sleeper: Sleeper) -> None:
-        """Wake a reader now if its loop runs on this thread, else at the next `flush`."""
+        """Wake a reader now if its event loop runs on this thread, otherwise at the next `flush`."""
         if asyncio._get_running_loop() is sleeper[0]:
             _wake_all([sleeper[1]])
             return
@@ -218,14 +223,15 @@ def _wake_all(sleepers: list[asyncio.Future[None]]) -> None:
 class RequestStream:
     """A stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
-    One reader, on any loop. Leaving the iteration early aborts the request; with `contextlib.aclosing` that is
-    immediate. A delta is built when it is read, on the reader's thread.
+    A stream has one reader, on any event loop. Leaving the iteration early aborts the request: at once with
+    `contextlib.aclosing`, otherwise when Python finalises the iterator. A delta is built when it is read, on the reader's
+    thread.
 
     Args:
         future: the future of the same group.
         reader: builds the yielded deltas.
-        readers: wakes the reader.
-        whole: yield each sample once, as a whole, when the group has finished.
+        readers: wakes the stream's reader when tokens arrive.
+        whole: whether to yield each sample once, as a whole, when the group has finished.
     """
 
     def __init__(self, future: RequestFuture, reader: GroupText, readers: Readers, *, whole: bool = False) -> None:
@@ -246,12 +252,12 @@ class RequestStream:
 
     @property
     def prompt(self) -> str | None:
-        """The prompt, if given as text."""
+        """The prompt's text; None if the prompt was not given as text."""
         return self.future.prompt
 
     @property
     def results(self) -> Any:
-        """The finished samples. Raises `RolloutError` if the request failed, `RuntimeError` before it has finished."""
+        """The finished samples. Raises `RolloutError` if the request failed, and `RuntimeError` if it has not finished."""
         if not self.future.done():
             raise RuntimeError(f"request {self.request_id} has not ended: read the stream to its end first")
         return self.future.result()
@@ -259,11 +265,11 @@ class RequestStream:
     result = results
 
     def take_waiting(self) -> list[TextDelta]:
-        """Return the deltas that have arrived and were not read yet, without waiting."""
+        """Return the deltas that have arrived but were not read yet. Does not wait for further deltas."""
         return list(iter(self._next, None))
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Yield the deltas in order, then raise the `RolloutError` if the request failed."""
+        """Yield the deltas in order; if the request fails, raise its `RolloutError` at the end."""
         try:
             while not self._closed:
                 ended = self.future.done()
@@ -317,16 +323,16 @@ class RequestStream:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the reader has read everything. If not, further tokens may be delivered together."""
+        """Whether the reader has read everything. If not, further tokens may be collected and delivered together."""
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:
-        """Add new tokens of a sample; see `GroupText.take`."""
+        """Add new tokens of a sample; for the arguments see `GroupText.take`."""
         self._waiting.append((delta, ended))
         self._wake()
 
     def end(self, samples: Any) -> None:
-        """Finish with the samples. Their last tokens were already taken, unless samples are yielded whole."""
+        """Finish the stream with its samples. Their tokens were already passed to `take`, unless `whole` is set."""
         if self.whole:
             self._waiting.extend((None, sample) for sample in samples)
         self.future.end(samples)

@@ -1,6 +1,6 @@
-"""Client side of one group: the deltas received for its samples, and the merged requests built from them.
+"""The client side of one group: the tokens received for its samples, and the requests built from the tokens.
 
-Always true: every sample is open, finished, or not wanted; a finished sample gets no more tokens.
+Every sample of the group is open, finished, or not wanted. A finished sample receives no more tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 def noop(*_: object) -> None:
-    """Do nothing; the default callback."""
+    """Do nothing. This is the default callback."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,11 +36,11 @@ class OpenGroup:
     """A prompt, its parameters, and all tokens received for its n samples.
 
     Args:
-        prompt: text, or token ids as little-endian int32.
+        prompt: the prompt as text, or its token ids as little-endian int32 in bytes.
     """
 
     request_id: int
-    """The id that the client gave the request."""
+    """The id that the client chose for the request."""
     prompt: InitVar[str | bytes]
     params: SamplingParams
     """The caller's sampling parameters."""
@@ -48,19 +48,20 @@ class OpenGroup:
     arrival_time: float
     """The time of arrival, in wall-clock seconds."""
     text: str | None = field(init=False)
-    """The prompt, if given as text."""
+    """The prompt's text; None if the prompt was given as token ids."""
     prompt_tokens: bytes | None = field(init=False)
-    """Little-endian int32; None until the coordinator has tokenised a text."""
+    """The prompt's token ids as little-endian int32; None until the coordinator has tokenised a text."""
     error: RolloutError | None = None
-    """The reason for a failed group, or None."""
+    """The error with which the group failed, or None."""
     on_update: Callable[[OpenGroup, Stretch], object] = noop
-    """Called when tokens arrive or samples finish."""
+    """The callback for tokens that arrive and samples that finish."""
     on_done: Callable[[OpenGroup], object] = noop
-    """Called when the group has finished or failed."""
+    """The callback for the group's end, with samples or with an error."""
     images: ImageInputs | None = None
-    """Tensors of the prompt's images."""
+    """The tensors of the prompt's images; None if the prompt has no images."""
     keyed: bytes = b""
-    """The input of the block hashes instead of the prompt, if the prompt has images."""
+    """The prompt's tokens with keys of the images in place of the image placeholders, as int32. Block hashes are computed
+    from them. Empty if the prompt has no images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)
@@ -85,22 +86,26 @@ class OpenGroup:
         return sorted(self._open)
 
     def want_only(self, wanted: Collection[int]) -> None:
-        """Restrict the wanted samples; finished ones stay readable. `InvalidRequestError` for an index outside the group."""
+        """Restrict the open samples to the indices in `wanted`. Finished samples stay readable.
+
+        Raises:
+            InvalidRequestError: an index is outside the group.
+        """
         foreign = [index for index in wanted if type(index) is not int or not 0 <= index < self.params.n]
         if foreign:
             raise InvalidRequestError(f"wanted={foreign}: must be samples in [0, n={self.params.n})")
         self._open = set(wanted).difference(self._ended)
 
     def oldest_version(self) -> int | None:
-        """Return the lowest policy version of any token of the open samples; None: no token yet."""
+        """Return the lowest policy version among the tokens of the open samples, or None if they have no tokens yet."""
         return oldest_version(self._tokens.deltas(self._open).values())
 
     def take(self, stretch: Stretch) -> None:
         """Add a stretch of new tokens.
 
         Raises:
-            LostFramesError: tokens are missing between the stretch and the tokens received so far.
-            SerializationError: the sample does not exist or has already ended.
+            LostFramesError: tokens are missing between the tokens received so far and the stretch.
+            SerializationError: a sample of the stretch does not exist or has already finished.
         """
         if not self._open.issuperset(stretch.indices):
             index = next(index for index in stretch.indices if index not in self._open)
@@ -116,10 +121,10 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return all tokens received for these samples (None: for all), joined into at most one stretch, for `submit(…,
-        known=…)`.
+        """Return all tokens received for these samples (None: all samples), for `submit(…, known=…)` in another session.
 
-        Finished samples are included with their outcomes and are not computed again.
+        The tokens are joined into one stretch; the list is empty if there are none. Finished samples are included with
+        their outcomes, and are not computed again.
         """
         return self._tokens.known(self._tokens.lengths if samples is None else samples)
 
@@ -130,11 +135,11 @@ class OpenGroup:
         return self._tokens.deltas([index]).get(index) or SampleDelta(self.request_id, index)
 
     def result(self) -> list[DynamicInferenceRequest]:
-        """Return the ended samples as requests, in order: all n unless fewer were wanted. They share `prompt_tokens`.
+        """Return the finished samples as requests, in order: all n unless fewer were wanted. They share `prompt_tokens`.
 
         Raises:
             RolloutError: the group failed.
-            RuntimeError: the group has not ended.
+            RuntimeError: the group has not finished.
         """
         if self.error is not None:
             raise self.error
@@ -146,11 +151,11 @@ class OpenGroup:
         return [self.request(index) for index in sorted(self._ended)]
 
     def request(self, index: int) -> DynamicInferenceRequest:
-        """Build the request of an ended sample, equal to the merged request of a direct engine.
+        """Build the request of a finished sample. It equals the request that an engine in this process would return.
 
         Raises:
-            RuntimeError: the sample has not ended.
-            SerializationError: its outcome is malformed.
+            RuntimeError: the sample has not finished.
+            SerializationError: the sample's outcome is malformed.
         """
         if index not in self._ended:
             raise RuntimeError(f"request {self.request_id} sample {index} has not ended, or was not asked for")

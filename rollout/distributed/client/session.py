@@ -1,7 +1,8 @@
-"""Client side of the protocol as a state machine: checked requests, open groups, pending calls. No I/O.
+"""The client side of the protocol as a state machine: checked requests, open groups and pending calls. No I/O.
 
-Always true: an open group finishes exactly once, complete or with an error, and stays readable. A message for a finished
-group is dropped. A message that contradicts the tokens received raises a `SerializationError`, which ends the connection.
+- An open group finishes exactly once, complete or with an error, and stays readable.
+- A message for a finished group is dropped.
+- A message that contradicts the tokens received raises a `SerializationError`, which ends the connection.
 """
 
 from __future__ import annotations
@@ -40,24 +41,26 @@ from rollout.sampling_params import SamplingParams
 TokenIds = bytes | Sequence[int] | NDArray[Any]
 """Token ids: a sequence, an array, or little-endian int32 in bytes."""
 Prompt = str | TokenIds | Mapping[str, Any]
-"""Text, token ids, or the processor's result for one prompt with images."""
+"""A prompt: text, token ids, or the processor's result for one prompt with images."""
 
 
 class RequestOptions(TypedDict, total=False):
     """The optional arguments of a group, in addition to its prompt and sampling parameters."""
 
     priority: int
-    """Requests with a higher priority run first. Default 0."""
+    """The group's priority; groups with a higher priority run first. Default: 0."""
     timeout_s: float | None
-    """The deadline in seconds after arrival. Default None: no deadline while any rank is connected."""
+    """The number of seconds after which the group fails. Default: None, no deadline while any rank is connected."""
     interval: int
-    """Tokens per sample between two reports. Default 0 (1 for streams): the coordinator's configured interval."""
+    """The number of tokens per sample between two reports; 0: the coordinator's configured interval. Default: 0, but 1 for
+    streams."""
     arrival_time: float | None
-    """The time of arrival, in wall-clock seconds. Default None: now."""
+    """The time of arrival, in wall-clock seconds. Default: None, the current time."""
     known: Iterable[wire.Stretch]
-    """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: none."""
+    """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: no tokens."""
     min_policy_version: int
-    """The lowest policy version of an engine that may compute the group, which waits for such an engine. Default 0."""
+    """The lowest policy version with which an engine may compute the group; the group waits for such an engine. Default: 0.
+    """
 
 
 _HINTS = get_type_hints(wire.Submit, include_extras=True)
@@ -78,7 +81,11 @@ def packed_params(params: SamplingParams) -> bytes:
 
 
 def int32_tokens(prompt: TokenIds) -> bytes:
-    """Pack at least one token id as little-endian int32; `InvalidRequestError` unless all are integers in [0, 2**31)."""
+    """Pack token ids as little-endian int32.
+
+    Raises:
+        InvalidRequestError: `prompt` is empty, or is not a row of integers in [0, 2**31).
+    """
     try:
         # Pack lists with array(): numpy takes ten times as long for a list.
         row = array("i", prompt) if isinstance(prompt, list | tuple) else prompt
@@ -98,18 +105,19 @@ SMALLER = "let the processor make smaller images, or have every rank compute its
 
 
 Call = Future[Any]
-"""Pending call to the coordinator: a control call gives its amount, a status call the table, a barrier None."""
+"""A pending call to the coordinator. Its result is a number for a control call, such as evicted blocks, the table for a
+status call, and None for a barrier."""
 
 
 class ClientSession:
     """The client's state in one session, from the handshake to the loss of the connection.
 
-    Args:
-        send: called with every message to the coordinator.
-        clock: wall-clock seconds, for arrival times.
-        on_refused: called when the coordinator rejects a frame without ending the session.
+    Once the session has ended, every method that sends a message raises `ConnectionLostError`.
 
-    Every request to the coordinator raises `ConnectionLostError` after the session has ended.
+    Args:
+        send: a function that sends a message to the coordinator.
+        clock: returns wall-clock seconds, for arrival times.
+        on_refused: called when the coordinator rejects a frame without ending the session.
     """
 
     def waits_for(self) -> str:
@@ -126,7 +134,7 @@ class ClientSession:
         on_refused: Callable[[wire.Refused], object] = noop,
     ) -> None:
         self.error: ConnectionLostError | None = None
-        """Why the session has ended, or None."""
+        """The error with which the session has ended; None while it is open."""
         self._send = send
         self._clock = clock
         self._on_refused = on_refused
@@ -155,11 +163,11 @@ class ClientSession:
 
         Args:
             prompt: text, token ids in [0, 2**31), or the processor's result for one prompt with images.
-            wanted: samples to compute. None: all that are unfinished in `known`.
+            wanted: indices of the samples to compute. None: all samples that `known` does not finish.
             priority, timeout_s, interval, arrival_time, known, min_policy_version: see `RequestOptions`.
 
         Raises:
-            InvalidRequestError: a value is out of range, or `known` is inconsistent; nothing was sent.
+            InvalidRequestError: a value is out of range, or `known` does not fit the request; nothing was sent.
         """
         self._refuse_when_lost()
         _check(
@@ -206,9 +214,10 @@ class ClientSession:
         return group
 
     def abort(self, request_id: int) -> bool:
-        """Request the abort of a group. It fails with `RequestAbortedError`, unless its result arrives first.
+        """Request the abort of a group, which then fails with `RequestAbortedError` unless its result arrives first.
 
-        Returns False if the group was not open.
+        Returns:
+            False if the group was not open.
         """
         self._refuse_when_lost()
         if request_id not in self._open:
@@ -217,15 +226,17 @@ class ClientSession:
         return True
 
     def control(self, signal: str, argument: int | str | None, timeout_s: float) -> Call:
-        """Send a control call; it completes when all engines have answered, or fails after `timeout_s`."""
+        """Send a control call, which completes when all engines have answered, or fails after `timeout_s` seconds."""
         return self._call(lambda call_id: wire.Control(call_id, signal, argument, timeout_s))
 
     def status(self) -> Call:
-        """Request a status snapshot."""
+        """Request a snapshot of the job's status."""
         return self._call(wire.StatusQuery)
 
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
-        """Report arrival at barrier `index`; the call completes when every member has arrived there or at a later one."""
+        """Report this member's arrival at barrier `index`.
+
+        The call completes when every member has arrived at that barrier or at a later one."""
         self._refuse_when_lost()
         self._send(wire.Barrier(index, what, policy_version))
         call = Call()
@@ -233,12 +244,14 @@ class ClientSession:
         return call
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that the call behind the arrival at barrier `index` failed; the arrival stays registered."""
+        """Report that the collective call for which this member arrived at barrier `index` failed.
+
+        The arrival stays registered."""
         self._refuse_when_lost()
         self._send(wire.Barrier(index, GIVEN_UP, 0))
 
     def forget(self, call: Call) -> None:
-        """Drop a pending call; its reply is ignored."""
+        """Drop a pending call, so that its reply is ignored."""
         self._calls = {number: each for number, each in self._calls.items() if each is not call}
         barriers = {index: [each for each in calls if each is not call] for index, calls in self._barriers.items()}
         self._barriers = {index: calls for index, calls in barriers.items() if calls}
@@ -257,7 +270,7 @@ class ClientSession:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def receive(self, message: wire.Message) -> None:
-        """Handle a message of the coordinator; a `SerializationError` means that the connection must end."""
+        """Handle a message from the coordinator. After a `SerializationError` the caller must close the connection."""
         handler = self._HANDLERS.get(type(message))
         if handler is None:
             raise SerializationError(f"{type(message).__name__}: no message for a client")
@@ -362,11 +375,13 @@ def _finish(call: Call, error: RolloutError | None, value: Any = None) -> None:
 
 
 def exception_named(name: str, text: str, request_id: int | None = None, engines: tuple[str, ...] = ()) -> RolloutError:
-    """Build the exception that a message names; an unknown name becomes a `RequestError` or `ControlError`.
+    """Build the exception that a message names. An unknown name becomes a `RequestError` or a `ControlError`.
 
     Args:
+        name: name of a class in `rollout.errors`.
+        text: the exception's message.
         request_id: id of the failed request; None for a control call.
-        engines: the engines that the error of a control call names.
+        engines: names of the engines at which a control call failed.
     """
     kind = getattr(errors, name, None)
     if not isinstance(kind, type) or not issubclass(kind, RolloutError) or kind is RolloutFailedError:

@@ -1,7 +1,7 @@
 """Incremental detokenisation of a group's new tokens: text, log-probs and finish reasons per sample.
 
-Always true: the text of a sample's deltas since its last restart is its final text; incomplete UTF-8 and possible beginnings
-of a stop string are held back, so emitted text is final. The work per token is constant.
+The texts of a sample's deltas since its last restart, joined, are the sample's final text. Incomplete UTF-8 and possible
+beginnings of a stop string are held back, so emitted text is final. The work per token is constant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class TextDelta:
-    """New text and tokens of one sample, read-only. Per-token lists have one entry per new token.
+    """New text and tokens of one sample. It is read-only; per-token lists have one entry per new token.
 
-    A token's text may arrive in a later delta than the token. So a delta may have only text or only tokens.
+    A token's text may arrive in a later delta than the token, so a delta may have only text or only tokens.
     """
 
     sample_index: int
@@ -30,32 +30,33 @@ class TextDelta:
     policy_versions: list[int]
     """The policy version of the weights that sampled each token."""
     top_log_probs: TopN | None = None
-    """(token id, log-prob) of the most probable tokens, best first, per new token; None unless `params.logprobs` >= 1."""
+    """The (token id, log-prob) pairs of the most probable tokens at each new token, best first; None unless
+    `params.logprobs` is at least 1."""
     restarted: bool = False
-    """Whether the sample was restarted: discard its earlier text and tokens."""
+    """Whether the sample was restarted, so that the reader must discard its earlier text and tokens."""
     finish_reason: str | None = None
-    """A `FinishReason` value in the sample's last delta, else None."""
+    """A `FinishReason` value in the sample's last delta, None in the other deltas."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it, in its last delta."""
+    """The stop string or stop token that ended the sample, in the sample's last delta; otherwise None."""
     error: str | None = None
-    """The reason for a failed sample, in its last delta."""
+    """The reason why the sample failed, in the sample's last delta; otherwise None."""
     routed_experts: Routes | None = None
-    """Expert routes [rows, layers, k]. The last row is the position from which the last new token was sampled. None unless
-    the engine records them. More rows than new tokens: the first delta includes the prompt's rows; later, rows of KV that
-    was computed again replace earlier ones."""
+    """Expert routes [rows, layers, k], with k experts per token; None unless the engine records routes. The last row belongs
+    to the position from which the last new token was sampled. There may be more rows than new tokens: the first delta
+    includes the prompt's rows, and in later deltas rows of recomputed KV replace earlier rows."""
     kept_tokens: list[list[int]] | None = None
-    """Ids that each new token was drawn from; None unless `params.return_kept_tokens`."""
+    """The ids among which each new token was drawn; None unless `params.return_kept_tokens` is set."""
 
 
 class GroupText:
     """A builder of the text deltas of one group.
 
-    If the engine's final text differs from what was emitted, the last delta is `restarted` and holds the whole sample
-    with the engine's text.
+    If the engine's final text does not begin with the emitted text, the last delta is marked as `restarted` and contains
+    the whole sample with the engine's text.
 
     Args:
         params: the group's sampling parameters.
-        tokenizer: the engine's tokenizer. None: a sample's text, if any, is in its last delta.
+        tokenizer: the engine's tokenizer. None: only a sample's last delta has text.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
@@ -64,11 +65,11 @@ class GroupText:
         self._samples: dict[int, _Decoder] = {}
 
     def take(self, delta: SampleDelta | None, ended: DynamicInferenceRequest | None = None) -> TextDelta | None:
-        """Return the delta that a stream yields for new tokens of a sample; None: there is nothing to yield.
+        """Return the delta that a stream yields for new tokens of a sample, or None if there is nothing to yield.
 
         Args:
-            delta: the sample's next delta; it starts at 0 if the sample was restarted. None: `ended` as a whole.
-            ended: the finished sample, with its last tokens.
+            delta: the sample's new tokens; they start at 0 if the sample was restarted. None: yield `ended` as a whole.
+            ended: the finished sample, if `delta` has its last tokens; otherwise None.
         """
         if delta is None:
             return None if ended is None else whole(ended)
@@ -123,7 +124,7 @@ def _ending(request: DynamicInferenceRequest) -> tuple[str | None, str | int | N
 
 
 class _Decoder:
-    """Incremental detokenisation of one sample: token count and emitted text."""
+    """The incremental detokenisation of one sample: number of tokens and emitted text."""
 
     def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
         self.length = 0
@@ -142,7 +143,9 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the rest of the engine's whole text. None: it does not start with the emitted text."""
+        """Return the part of the engine's final text that was not emitted yet.
+
+        None if the final text does not begin with the emitted text."""
         if self._text is None:
             return text or ""
         if text is not None:

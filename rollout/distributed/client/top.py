@@ -1,6 +1,6 @@
-"""`rollout top ADDRESS`: a terminal view of a running job, from its coordinator's status.
+"""`rollout top ADDRESS`: a terminal view of a running job, built from its coordinator's status.
 
-`draw` shows the last readings of its status; rates are differences of two of them.
+`draw` shows the latest readings of the status. Rates are differences between two readings.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 HISTORY = 40
-"""Readings that the history shows; with its names and numbers a line fits into 80 columns."""
+"""The number of readings in a history bar. With name and number in front, a line fits into 80 columns."""
 RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "tokens/s", "progress")
 
 
 class Reading(NamedTuple):
-    """A status reply of the coordinator (`InferenceClient.status`)."""
+    """One status reply of the coordinator (`InferenceClient.status`)."""
 
     at: float
     """The time of the reading, in monotonic seconds."""
@@ -76,7 +76,7 @@ def _keys(path: str | None) -> JobKeys | None:
 
 
 def draw(address: str, readings: Sequence[Reading]) -> RenderableType:
-    """Return the job as rich displays it; rates need two readings."""
+    """Return a view of the job for rich to display. Rates appear once there are two readings."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -106,7 +106,7 @@ def draw(address: str, readings: Sequence[Reading]) -> RenderableType:
 
 
 def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of the whole job, with the history of its three load figures."""
+    """Return (name, value) pairs for the whole job. The pairs for tokens/s, running and waiting include a history bar."""
     status = readings[-1].status
     totals = [
         {name: sum(rank[name] for rank in each.status["ranks"]) for name in ("running", "max_requests")}
@@ -148,7 +148,7 @@ def _seconds(found: Sequence[float]) -> str:
 
 
 def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
-    """Return the tokens per second of each rank in both readings; 0 for a restarted rank."""
+    """Return the tokens per second of each rank that is in both readings; 0 for a rank that has restarted."""
     if after is None or after.at <= before.at:
         return {}
     tokens = {rank["name"]: rank["tokens"] for rank in before.status["ranks"]}
@@ -160,7 +160,7 @@ def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
 
 
 async def _watch(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
-    """Show readings until interrupted or, with `once`, only the second one."""
+    """Show readings until interrupted. With `once`, print a single view after two readings."""
     from rich.console import Console
     from rich.live import Live
 

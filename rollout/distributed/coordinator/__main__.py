@@ -1,4 +1,4 @@
-"""Entry point of the coordinator's process: reads its configuration from stdin, writes its address to stdout, serves."""
+"""The entry point of the coordinator's process: read the configuration from stdin, write the address to stdout, serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> int:
     """Serve until the job ends.
 
     Returns:
-        The exit code: 2 for an invalid configuration.
+        The exit code: 0, or 2 if the configuration is invalid.
     """
     answer_signal()
     try:

@@ -1,7 +1,7 @@
-"""Control calls and barriers: pending answers per call, deadlines, completion. No I/O, no clock.
+"""Control calls and barriers: pending answers, deadlines and completion. No I/O, no clock.
 
-A call completes when every engine registered at its start has answered or was lost. A barrier completes when all
-`data_parallel_size` members have arrived; after a grace period it no longer waits for a lost member.
+A call completes when every engine that was registered at the start of the call has answered or was lost. A barrier completes
+when all `data_parallel_size` members have arrived; after a grace period it no longer waits for a lost member.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ class Call:
     awaited: dict[bytes, str]
     """The engines that have not answered: identity → name."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Engine name → its error."""
+    """The engines at which the call failed: name → error."""
     amount: int = 0
-    """The sum of the amounts acknowledged so far."""
+    """The sum of the numbers in the acknowledgements so far, such as evicted blocks."""
 
 
 class ControlPlane:
     """The state and policy version of the job, and the control calls that change them.
 
     Args:
-        on_stopped: called when every engine has stopped, or STOP's deadline has passed, before the caller's reply.
+        peers: the connected clients and ranks.
+        on_stopped: called when every engine has stopped or the deadline of STOP has passed, before the reply to the client
+            that requested STOP.
     """
 
     def __init__(self, peers: Peers, on_stopped: Callable[[], None]) -> None:
@@ -51,13 +53,13 @@ class ControlPlane:
 
     @property
     def stopped(self) -> bool:
-        """Whether STOP was requested and every engine has answered, or its deadline has passed."""
+        """Whether STOP was requested, and every engine has answered or the deadline of STOP has passed."""
         return self.state is CoordinatorState.STOPPING and not any(
             call.signal == ControlSignal.STOP for call in self._calls.values()
         )
 
     def call(self, client: ClientPeer, message: Control, now: float) -> None:
-        """Send a control call to every engine, or reject it."""
+        """Send a control call to every engine, or reject the call with a reason."""
         refusal = self._move(message)
         if refusal is not None:
             self._peers.say(client, ControlDone(message.call_id, "ControlError", shortened(refusal)))
@@ -102,7 +104,7 @@ class ControlPlane:
         return None
 
     def acknowledged(self, rank: RankPeer, message: CommandAck) -> None:
-        """Handle one engine's acknowledgement."""
+        """Handle one engine's acknowledgement of a call."""
         call = self._calls.get(message.command_id)
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
@@ -112,7 +114,7 @@ class ControlPlane:
         self._settle(message.command_id)
 
     def lost(self, identity: bytes) -> None:
-        """Remove a disconnected peer from all pending calls. A STOP that it requested continues."""
+        """Stop waiting for a lost engine, and drop the calls of a lost client. A STOP continues without its client."""
         for command_id, call in list(self._calls.items()):
             if call.client == identity and call.signal != ControlSignal.STOP:
                 del self._calls[command_id]
@@ -124,7 +126,7 @@ class ControlPlane:
         return min((call.deadline for call in self._calls.values()), default=float("inf"))
 
     def expire(self, now: float) -> None:
-        """Fail calls after their deadline; the error names the engines that have not answered."""
+        """Fail the calls whose deadline has passed; the error names the engines that have not answered."""
         for command_id, call in [each for each in self._calls.items() if each[1].deadline <= now]:
             late = sorted(call.awaited.values())
             text = f"{call.signal}: {', '.join(late)} did not answer within {call.timeout_s} s"
@@ -154,25 +156,32 @@ def _failed(call: Call) -> str:
 
 
 class Barriers:
-    """The numbered barriers of the members. After a lost session, a member may reconnect during a grace period."""
+    """The numbered barriers of the members, which are the clients of the ranks' training loops.
+
+    A member that has lost its session may reconnect during a grace period.
+
+    Args:
+        peers: the connected clients and ranks.
+        size: the number of members of the job.
+    """
 
     def __init__(self, peers: Peers, size: int) -> None:
         self._peers = peers
         self._size = size
         self._departed: set[int] = set()
         self._awaited_until: dict[int, float] = {}
-        """End of the grace period of members whose session was lost."""
+        """Members whose session was lost: rank → end of the grace period."""
         self.passed = NO_BARRIER
         """The highest barrier at which every member has arrived."""
 
     def joined(self, client: ClientPeer) -> None:
-        """Add a connected member; it starts after the last passed barrier."""
+        """Add a member that has connected. Its first barrier is the one after the last passed barrier."""
         client.barrier = client.answered = self.passed
         self._departed.discard(_place(client))
         self._awaited_until.pop(_place(client), None)
 
     def left(self, client: ClientPeer, awaited_until: float) -> None:
-        """Mark a member as disconnected; the others wait for it until `awaited_until`."""
+        """Mark a member as disconnected. Barriers wait for it until `awaited_until`."""
         self._awaited_until[_place(client)] = awaited_until
 
     def expire(self, now: float) -> None:
@@ -194,7 +203,9 @@ class Barriers:
         self._settle()
 
     def missing(self) -> list[str]:
-        """Return the names of members missing at the highest barrier reached; the last entry counts absent members."""
+        """Return the names of the members that have not arrived at the highest barrier that any member has reached.
+
+        If some members are not connected, a last entry gives their number."""
         members = self._members()
         furthest = max((member.barrier for member in members), default=self.passed)
         late = sorted(member.name for member in members if member.barrier < furthest)

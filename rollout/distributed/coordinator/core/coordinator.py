@@ -1,16 +1,16 @@
 """The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in.
 
     CoordinatorCore            passes each frame to the part for its peer and kind; timers; outgoing messages
-     ├ Sessions                handshake, sequence numbers, heartbeats, ends of sessions
-     ├ RequestTable            open requests from submission to their outcome; memory, texts, deadlines
-     ├ Dispatcher ─ Router     queues samples and chooses a rank
-     └ ControlPlane, Barriers  calls to all engines; meetings of all members
+     ├ Sessions                handshake, sequence numbers, heartbeats, end of a session
+     ├ RequestTable            open requests from submission to outcome; memory limits, texts, deadlines
+     ├ Dispatcher ─ Router     queue samples and choose a rank for each
+     └ ControlPlane, Barriers  control calls to all engines; barriers of the ranks' training loops
 
 Always true:
-- an accepted request ends once: with an outcome for each of its samples, or with one error that names it;
-- samples of a lost rank return to their old place in the queue and continue from the last tokens received;
-- reports of a rank about an assignment it no longer has are ignored; a malformed one ends its session;
-- no message of one peer affects another peer's requests, except by its documented effect.
+- An accepted request ends once: with an outcome for each of its samples, or with one error that names the request.
+- Samples of a lost rank return to their old place in the queue and continue from the last tokens received.
+- A rank's report about an assignment that it no longer has is ignored. A malformed report ends the rank's session.
+- A message from one peer affects another peer's requests only through its documented effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 
 class CoordinatorCore:
-    """The router of clients' requests to ranks, and of control calls to engines."""
+    """The state machine that sends clients' requests to ranks, and control calls to engines."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
@@ -49,13 +49,13 @@ class CoordinatorCore:
 
     @property
     def finished(self) -> bool:
-        """Whether the coordinator has nothing left to do: it was shut down, or the last peer has left after a stop."""
+        """Whether the coordinator has nothing left to do: it was shut down, or all peers have left after a STOP."""
         return self._shut_down or (self.control.stopped and not len(self.peers))
 
     # --- received messages ------------------------------------------------------------------------------------------
 
     def receive(self, identity: bytes, sequence: int, message: wire.Message, now: float) -> None:
-        """Handle a frame of a peer. Never raises, even for a malformed frame."""
+        """Handle a message from a peer. Never raises, even for a malformed message."""
         self._now = now
         peer = self.peers.get(identity)
         if peer is None:
@@ -133,21 +133,23 @@ class CoordinatorCore:
                 return
 
     def unreadable(self, identity: bytes, text: str) -> None:
-        """Reject an undecodable frame of a peer with a reason; its session continues."""
+        """Reject a frame that cannot be decoded, with a reason. The peer's session continues."""
         peer = self.peers.get(identity)
         if peer is not None:
             peer.frames.skip()
         self.peers.refuse(identity, "malformed", text)
 
     def shutdown(self, why: str, now: float) -> None:
-        """Disconnect all peers with a reason; open requests fail at their clients."""
+        """Disconnect all peers with a reason. Clients then fail their open requests."""
         self._now = now
         for peer in self.peers:
             self.peers.say(peer, wire.Disconnect(why[:256]))
         self._shut_down = True
 
     def too_long(self, identity: bytes, message: wire.Message, size: int, now: float) -> None:
-        """Fail the request of an assignment that exceeds the frame size and was not sent. Other messages end the session."""
+        """Handle an outgoing message that was not sent because it exceeds the frame size.
+
+        If the message is an assignment, its request fails; otherwise the peer's session ends."""
         self._now = now
         peer = self.peers.get(identity)
         why = f"a {type(message).__name__} takes {size} bytes, more than a frame may have; split the request"
@@ -167,7 +169,7 @@ class CoordinatorCore:
             self._go_on()
 
     def tick(self, now: float) -> None:
-        """Process timers: heartbeats, silent peers, deadlines, grace periods."""
+        """Process everything that depends on time: heartbeats, silent peers, deadlines, grace periods."""
         self._now = now
         self.sessions.beat(now)
         self.control.expire(now)
@@ -184,13 +186,13 @@ class CoordinatorCore:
         return min(self.sessions.next_beat(), self.control.next_deadline(), self.requests.next_deadline())
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
-        """Handle a tokenised prompt, or the error of its tokenisation."""
+        """Handle the result of a tokenisation job: the prompt's tokens, or an error."""
         self._now = now
         self.requests.tokenized(job_id, tokens)
         self._go_on()
 
     def detokenized(self, job_id: int, texts: Sequence[str | None], now: float) -> None:
-        """Handle the detokenised texts of ended completions."""
+        """Handle the result of a detokenisation job: the texts of finished completions."""
         self._now = now
         self.requests.detokenized(job_id, texts)
 
@@ -204,20 +206,20 @@ class CoordinatorCore:
     # --- messages to send -------------------------------------------------------------------------------------------
 
     def take_outbox(self) -> list[tuple[bytes, int, wire.Message]]:
-        """Return (identity, sequence, message) of all messages to send, in order."""
+        """Return the messages to send since the last call, in order, as (peer identity, sequence number, message)."""
         return self.peers.take_outbox(self._now)
 
     def take_text_jobs(self) -> list[TextJob]:
-        """Return new tokenizer jobs. The caller answers each by `tokenized` or `detokenized`."""
+        """Return new tokenizer jobs. The caller must answer each with `tokenized` or `detokenized`."""
         return self.requests.take_text_jobs()
 
     def take_decisions(self) -> list[ScheduleRecord]:
-        """Return the routing decisions since the last call; called once per turn."""
+        """Return the routing decisions since the last call."""
         taken, self.dispatcher.decisions = self.dispatcher.decisions, []
         return taken
 
     def status(self) -> dict[str, Any]:
-        """Return a snapshot of the job as plain values, for a `Status` message. Durations are in seconds."""
+        """Return a snapshot of the job as plain values for a `Status` message. Durations are in seconds."""
         open_requests = list(self.requests)
         latencies = [pair for rank in self.peers.ranks.values() for pair in rank.latencies]
         return {
@@ -253,6 +255,6 @@ class CoordinatorCore:
 
 
 def _median_and_p99(seconds: list[float]) -> list[float]:
-    """Return [median, 99th percentile]; empty if no sample has finished."""
+    """Return [median, 99th percentile], or an empty list if there are no values."""
     ordered = sorted(seconds)
     return [ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99)] if ordered else []

@@ -1,12 +1,13 @@
 """Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost. No I/O, no
 clock.
 
-Always true: an open sample is queued or in exactly one assignment. An attempt number is used once. No rank receives a
-request that needs newer weights than it has. While a member catches up with the others, no rank with newer weights computes
-its requests.
+- An open sample is queued or in exactly one assignment. An attempt number is used once.
+- A rank never receives a request that needs newer weights than the rank has.
+- While a member catches up with the others, no rank with newer weights than the member's computes the member's requests.
 
-Ranks update their weights and enter `generate` one after the other. An assignment that its rank cannot compute yet is
-held for it. After a grace period the core declares the rank *away*, and such assignments move to ranks with room.
+Ranks update their weights and enter `generate` one after the other. If a rank's weights are still too old for an assignment,
+the coordinator holds the assignment back. After a grace period it declares the rank *away*, and moves held assignments to
+ranks with room.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from rollout.requests.delta import TOKEN_BYTES
 from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_BLOCKS = 1 << 13
-"""The maximum number of blocks of a prompt that are hashed: further blocks hardly affect routing, and hashes cost memory."""
+"""The maximum number of hashed blocks per prompt. Further blocks hardly affect routing, and hashes cost memory."""
 MAX_HASHES = 1 << 16
-"""Maximum hashes processed per message, a tenth of a second of work; the first ones of a prompt matter most."""
+"""The maximum number of hashes processed per message, about a tenth of a second of work. The first hashes of a prompt matter
+most for routing."""
 HASH_BYTES = 8
 AWAY_INTERVALS = 2
-"""Grace period, in heartbeat intervals, for a rank that is idle or has older weights while others compute. In
-deterministic mode it is `heartbeat_timeout_s`."""
+"""The grace period, in heartbeat intervals, for a rank that is idle or has older weights while other ranks compute. In
+deterministic mode the grace period is `heartbeat_timeout_s` instead."""
 
 
 class ScheduleRecord(NamedTuple):
-    """One routing decision; `rank_index` is the rank's place in the sorted names of the connected ranks."""
+    """One routing decision. `rank_index` is the rank's index among the sorted names of the connected ranks."""
 
     request_id: int
     rank_index: int
@@ -45,24 +47,25 @@ class ScheduleRecord(NamedTuple):
     num_matched: int
     rank: str = ""
     first: bool = True
-    """Whether this is the request's first decision; split groups and reassigned samples have several."""
+    """Whether this is the first decision for the request. Split groups and reassigned samples have several decisions."""
 
 
 class Dispatcher:
-    """The queue of requests, and their assignment to ranks."""
+    """The queue of requests, and the assignment of their samples to ranks."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers) -> None:
         policy = config.prefix_caching_coordinator_policy
         if not config.enable_prefix_caching and policy is not PrefixCachingCoordinatorPolicy.ROUND_ROBIN:
             policy = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
         self.policy = policy
-        """Effective policy: without prefix caching, prefix policies become LOAD_BALANCED."""
+        """The effective routing policy. If prefix caching is off, it is LOAD_BALANCED in place of a prefix policy."""
         self.router = Router(
             policy, deterministic=config.deterministic_mode, data_parallel_size=config.data_parallel_size
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
-        """Requests for which no rank has a suitable policy version: all ranks are older, or all are ahead of the asker."""
+        """Requests for which no rank has a suitable policy version: all ranks have older weights than the request needs, or
+        newer weights than its client, which is still catching up."""
         self._deterministic = config.deterministic_mode
         self._grace_s = AWAY_INTERVALS * config.advanced.heartbeat_interval_s
         if config.deterministic_mode:
@@ -70,18 +73,18 @@ class Dispatcher:
         self._block_size = config.block_size_tokens
         self._peers = peers
         self._queue: list[tuple[int, int, OpenRequest]] = []
-        """Heap by priority and order of arrival, with requests that have nothing queued any more."""
+        """A heap of requests by priority and order of arrival. It may contain requests whose samples are all assigned."""
         self._sweep_at = 64
         self._unready: set[str] = set()
         self._away: list[RankPeer] = []
-        """Ranks that are idle or have older weights than others, past their grace period."""
+        """Ranks that have been idle, or have had older weights than others, for longer than the grace period."""
         self._newest_version = 0
-        """The highest policy version of the ready ranks."""
+        """The highest policy version among the ready ranks."""
         self._next_attempt = 1
 
     @property
     def any_rank_ready(self) -> bool:
-        """Whether any rank is ready for work, now or when it has room."""
+        """Whether any rank is ready for work, even if it has no room now. In deterministic mode all ranks must be ready."""
         if self._deterministic:
             # Wait until all ranks are connected and ready: otherwise the result would depend on the order in which they
             # connect.
@@ -91,7 +94,9 @@ class Dispatcher:
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     def add_rank(self, rank: RankPeer, hashes: bytes) -> None:
-        """Add a registered rank and the hashes (int64) of its cached blocks; `rank_moved` makes it ready for work."""
+        """Add a registered rank, and the hashes (int64) of the blocks that it has cached.
+
+        The rank receives work once it is `ready`, which `rank_moved` handles."""
         self.router.add_rank(rank.name, rank.max_requests)
         self.router.reported(rank.name, _unpacked(hashes), (), False)
         self._look_at_ranks()
@@ -103,7 +108,9 @@ class Dispatcher:
             self.router.reported(rank.name, _unpacked(added), _unpacked(removed), flushed)
 
     def rank_moved(self, rank: RankPeer) -> None:
-        """Handle a rank that became ready or reached another version: send held assignments, requeue waiting requests."""
+        """Handle a rank that became ready or reached another policy version.
+
+        Held assignments that its weights now fit are sent, and requests that waited for a version are queued again."""
         for assignment in list(rank.assignments.values()):
             new_enough = rank.policy_version >= assignment.request.newest_version
             if assignment.held and new_enough and rank.state is not EngineState.STOPPED:
@@ -124,7 +131,11 @@ class Dispatcher:
             self.enqueue(request)
 
     def remove_rank(self, rank: RankPeer) -> list[OpenRequest]:
-        """Remove a lost rank and return the requests sent to it. Their samples return to their old places in the queue."""
+        """Remove a lost rank, and put its samples back at their old places in the queue.
+
+        Returns:
+            The requests that were sent to the rank; held assignments were not sent.
+        """
         self.router.remove_rank(rank.name)
         self._away = [each for each in self._away if each is not rank]
         told: dict[int, OpenRequest] = {}
@@ -144,8 +155,9 @@ class Dispatcher:
         return list(told.values())
 
     def look_for_away(self, now: float) -> None:
-        """Stop waiting for ranks that have been idle or behind for longer than the grace period while others compute. Their
-        held assignments, and all assignments of idle ranks, move to ranks with room.
+        """Declare ranks away that have been idle or behind for longer than the grace period while others compute.
+
+        Assignments held for these ranks, and all assignments of idle ranks, move to ranks with room.
         """
         ranks = self._peers.ranks.values()
         computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]
@@ -179,10 +191,9 @@ class Dispatcher:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: OpenRequest) -> None:
-        """Queue the unassigned samples of a request; higher priority first, then in order of arrival.
+        """Queue the unassigned samples of a request, ordered by priority and then by arrival.
 
-        In deterministic mode only the order of arrival counts, and no request overtakes a text that is being
-        tokenised.
+        In deterministic mode only the order of arrival counts, so no request overtakes one whose text is being tokenised.
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
@@ -210,14 +221,16 @@ class Dispatcher:
                 break
 
     def _placements(self, request: OpenRequest, samples: int) -> list[Placement]:
-        """Return the ranks that can take this many samples of a request now; empty if no rank has room."""
+        """Return placements for this many samples of a request, or an empty list if no suitable rank has room."""
         version = request.newest_version
         useless = {rank.name for rank in self._away if rank.resting or rank.policy_version < version}
         exclude = self._unready.union(useless, self._ahead_of(request))
         return self.router.place(self._hashes(request), samples, exclude=exclude)
 
     def _ahead_of(self, request: OpenRequest) -> set[str]:
-        """Return the ranks whose weights are too new for a request, because its client's training loop is catching up."""
+        """Return the names of the ranks whose weights are too new for a request.
+
+        The set is empty unless the training loop of the request's client is catching up with the other ranks."""
         if not request.client.catching_up:
             return set()
         own = self._peers.by_name.get(request.client.name)
@@ -233,7 +246,7 @@ class Dispatcher:
             del samples[: placement.samples]
 
     def ended(self, assignment: Assignment, samples: list[int]) -> None:
-        """Remove ended samples from an assignment."""
+        """Remove finished samples from an assignment."""
         assignment.samples.difference_update(samples)
         self.router.ended(assignment.rank.name, len(samples))
         if not assignment.samples:

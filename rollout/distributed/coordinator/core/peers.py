@@ -1,7 +1,7 @@
-"""Registry of connected clients and ranks, with the outgoing messages of each. No I/O, no clock.
+"""A registry of connected clients and ranks, with the messages to send to each. No I/O, no clock.
 
-Always true: messages to a peer are sent in order and numbered without a gap; stretches for one client are batched into
-one `Update` per turn.
+Messages to a peer are sent in order and numbered without a gap. Stretches for one client are batched into one `Update` per
+turn of the coordinator's loop.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from rollout.distributed.protocol.messages import Message, Refused, Stretch, Upd
 UPDATE_BYTES = 4 << 20
 """The size, in bytes, after which no further stretch is added to an `Update`, which must fit into a frame."""
 SAMPLE_BYTES = 128
-"""The size counted per sample of a stretch in addition to its buffers and texts; bounds the number of values, too."""
+"""The size, in bytes, counted per sample of a stretch in addition to its buffers. It also bounds the number of samples in an
+`Update`."""
 MAX_ERROR_CHARACTERS = 2000
-"""The maximum length of an error text sent to a peer: it may quote megabytes of input."""
+"""The maximum number of characters of an error text sent to a peer. Without it a text could quote megabytes of input."""
 
 
 class Peers:
-    """The registry of sessions by identity, and the outbox."""
+    """The open sessions, indexed by the peer's identity, and the messages to send."""
 
     def __init__(self) -> None:
         self.clients: dict[bytes, ClientPeer] = {}
@@ -52,13 +53,13 @@ class Peers:
         self._with_stretches.pop(peer.identity, None)
 
     def say(self, peer: Peer, message: Message) -> None:
-        """Queue a message for a peer, after its batched stretches."""
+        """Queue a message for a peer, after the stretches that are batched for the peer."""
         if peer.identity in self._with_stretches:
             self._flush(self._with_stretches.pop(peer.identity))
         self._put(peer, message)
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """Queue a `Refused` for a rejected frame; an unknown peer learns that it has no session."""
+        """Queue a `Refused` message for a rejected frame. It tells an unknown peer that it has no session."""
         peer = self.get(identity)
         if peer is None:
             self._outbox.append((identity, 0, Refused(code, shortened(text), True)))
@@ -76,7 +77,7 @@ class Peers:
         self._with_stretches[client.identity] = client
 
     def take_outbox(self, now: float) -> list[tuple[bytes, int, Message]]:
-        """Return (identity, sequence, message) of all messages queued since the last call."""
+        """Return all messages queued since the last call, as (peer identity, sequence number, message)."""
         for client in self._with_stretches.values():
             self._flush(client)
         self._with_stretches.clear()
@@ -96,7 +97,7 @@ class Peers:
 
 
 def shortened(text: str) -> str:
-    """Shorten an error text to a bounded length."""
+    """Shorten an error text to about `MAX_ERROR_CHARACTERS` by removing its middle."""
     if len(text) <= MAX_ERROR_CHARACTERS:
         return text
     half = MAX_ERROR_CHARACTERS // 2

@@ -1,8 +1,10 @@
-"""Open requests of all clients: admission, new tokens, texts, deadlines, outcomes. No I/O; the clock is passed in.
+"""The open requests of all clients: admission, new tokens, texts, deadlines, outcomes. No I/O; the clock is passed in.
 
-Always true: an accepted request ends once, with an outcome for each of its samples or with one error that names it. Memory
-is charged to its client before it is used, and credited when it is freed; a client holds at
-most `max_open_mb`. Tokens computed by ranks are charged and always accepted, but they reduce the budget for new requests.
+An accepted request ends once, with an outcome for each of its samples or with one error that names the request.
+
+Each client has a memory budget of `max_open_mb`. A request is charged to its client's budget when it is accepted, and the
+charge is returned when the request ends. Tokens from ranks are always accepted, but they are also charged, which leaves less
+room for new requests.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from rollout.errors import SerializationError
 from rollout.requests.block_hash import stream_key
 
 REQUEST_BYTES = 4096
-"""The bytes charged per request, for the request itself."""
+"""The bytes charged per request, in addition to its prompt, parameters, samples and tokens."""
 SAMPLE_BYTES = 128
-"""The bytes charged per sample and per row of known tokens."""
+"""The bytes charged per sample of a request, and per sample of a stretch of known tokens."""
 
 
 def cost(message: Submit) -> int:
-    """Return the bytes that a request occupies until it ends. The tokens of a text prompt do not count."""
+    """Return the number of bytes to charge for a new request. A text prompt's tokens are charged once it is tokenised."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     prompt = sys.getsizeof(message.prompt) + len(message.images) + len(message.keyed)
     return REQUEST_BYTES + prompt + len(message.params) + SAMPLE_BYTES * message.n + known
@@ -46,23 +48,25 @@ _STOPPING = ("EngineStateError", "the job is stopping and accepts no requests; s
 
 
 class RequestTable:
-    """The table of open requests. Each is also in its client's `requests`."""
+    """The table of open requests. Each client's `requests` holds the client's own."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
         self.texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
-        """Jobs at the tokenizer by id: the request, and the stretch to forward with the texts."""
+        """Pending tokenizer jobs: job id → (request, stretch to forward with the texts). The stretch is None if the job
+        tokenises a prompt."""
         self._new_jobs: list[TextJob] = []
         self._next_job = 0
         self._config = config
         self._peers = peers
         self._dispatcher = dispatcher
         self._due = math.inf
-        """The earliest deadline of any request since the last look, which may have ended."""
+        """The time of the next check for deadlines: the earliest deadline of any request since the last check, even if that
+        request has ended."""
         self._without_rank_since = math.inf
         self._next_request_id = 0
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        """Iterate over all open requests; safe while requests end."""
+        """Iterate over all open requests. Requests may end during the iteration."""
         yield from [request for client in self._peers.clients.values() for request in client.requests.values()]
 
     # --- submission -------------------------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ class RequestTable:
         return request
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
-        """Return (error name, reason) if a request is rejected. None: it is admitted."""
+        """Return (error name, reason) if a request must be rejected, or None if it is admitted."""
         prompt, limit = message.prompt, self._config.advanced.max_open_mb
         if not 1 <= message.n <= MAX_SAMPLES:
             return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
@@ -152,7 +156,7 @@ class RequestTable:
         self._new_jobs.append(job)
 
     def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
-        """Remove an answered job; return its request and stretch, or (None, None) if the request has ended."""
+        """Remove a finished job; return the job's request and stretch, or (None, None) if the request has ended."""
         request, stretch = self.texts.pop(job_id)
         request.text_jobs.pop(job_id, None)
         return (None, None) if request.closed else (request, stretch)
@@ -163,7 +167,7 @@ class RequestTable:
         return taken
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception) -> None:
-        """Queue the request of a tokenised prompt; it fails with the error of its tokenisation."""
+        """Queue the request whose prompt was tokenised, or fail the request if `tokens` is an error."""
         request, _ = self._done(job_id)
         if request is None:
             return
@@ -177,7 +181,7 @@ class RequestTable:
         self._dispatcher.enqueue(request)
 
     def detokenized(self, job_id: int, texts: Sequence[str | None]) -> None:
-        """Forward a stretch that waited for the texts of its ended completions."""
+        """Forward a stretch to its client, because the texts of its finished completions have arrived."""
         request, stretch = self._done(job_id)
         if request is not None and stretch is not None:
             remaining = iter(texts)
@@ -188,8 +192,10 @@ class RequestTable:
     # --- new tokens -------------------------------------------------------------------------------------------------
 
     def advance(self, assignment: Assignment, stretch: Stretch) -> None:
-        """Add a rank's new tokens to their request and forward them to its client; `SerializationError` if they do not
-        fit.
+        """Add a rank's new tokens to their request, and forward them to the request's client.
+
+        Raises:
+            SerializationError: the tokens do not fit the request.
         """
         request = assignment.request
         ended = request.absorb(stretch)
@@ -225,7 +231,7 @@ class RequestTable:
     # --- completion, failure and deadlines --------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """Return the time at which `expire` is due; infinity if no request has a deadline."""
+        """Return the time at which `expire` is due, or infinity if no request has a deadline."""
         return self._due
 
     def expire(self, now: float) -> None:
@@ -237,12 +243,12 @@ class RequestTable:
             self._due = min((request.deadline for request in self), default=math.inf)
 
     def look_for_ranks(self, now: float) -> None:
-        """Start or end the period without a ready rank."""
+        """Record since when there has been no ready rank, or that there is one."""
         ready = self._dispatcher.any_rank_ready
         self._without_rank_since = math.inf if ready else min(self._without_rank_since, now)
 
     def give_up(self, now: float) -> None:
-        """Fail the requests that have waited `no_rank_timeout_s` for a rank, or for a rank with a newer version."""
+        """Fail the requests that have waited `no_rank_timeout_s` for a ready rank or for a suitable policy version."""
         limit, ranks = self._config.advanced.no_rank_timeout_s, self._peers.by_name
         if now - self._without_rank_since >= limit:
             here = f"{len(ranks)} of data_parallel_size={self._config.data_parallel_size} are here"
@@ -268,7 +274,7 @@ class RequestTable:
         self._say_failed(client, request.client_request_id, error, why)
 
     def fail_queued(self, error: str, why: str) -> None:
-        """Fail the requests that no rank computes."""
+        """Fail the requests that are not assigned to any rank."""
         for request in self:
             if not request.assignments and request.open:
                 self.fail(request, error, why)
@@ -278,7 +284,7 @@ class RequestTable:
             self.fail(request, error, why)
 
     def close(self, request: OpenRequest) -> None:
-        """Remove a request and release its memory, without a message to its client."""
+        """Remove a request and return its memory to the client's budget. No message is sent to the client."""
         self._dispatcher.cancel(request)
         request.closed = True
         request.open.clear()
