@@ -26,7 +26,7 @@ class Names:
     """The module of learned position embeddings, used only if the family has no rotary embedding."""
     layers: str = "layers"
     layer: str = "DecoderLayer"
-    """The class of a layer."""
+    """The class of a decoder layer."""
     final_norm: str = "norm"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

@@ -76,7 +76,7 @@ class FusedForward:
 
     @property
     def why_not(self) -> str:
-        """The reason why the last `ready` returned False."""
+        """The reason why `ready` returned False; empty if there is none."""
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:

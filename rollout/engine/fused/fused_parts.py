@@ -62,7 +62,7 @@ class Parts:
         return Norm(weight, address(module, "bias", self.dtype) if biased else None)
 
     def activation(self, module: Any) -> None:
-        """Add an activation to `activations`."""
+        """Read the activation function of an MLP, and add it to `activations`."""
         self._checks.plain(module)
         if type(module) in (nn.SiLU, activations.SiLUActivation):
             self.activations.add(Activation.SILU)
@@ -139,7 +139,7 @@ class Parts:
         )  # fmt: skip
 
     def experts(self, block: Any) -> Experts:
-        """Read a mixture's router and experts."""
+        """Read the router and the experts of a mixture-of-experts block."""
         family = self._family
         beside = ("shared_expert", "shared_expert_gate") if family.shared_expert else ()
         self._checks.plain(block, "gate", "experts", *beside)

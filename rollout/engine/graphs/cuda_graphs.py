@@ -47,7 +47,7 @@ If a step needs more, the size is at least doubled, which drops all graphs.
 STATE_LENGTH = 16384
 """The initial room of the block tables, in tokens. A longer sequence at least doubles the room, which drops all graphs."""
 WORTHWHILE = 64
-"""The number of replays that amortise one capture."""
+"""The number of replays that repay the cost of one capture."""
 MAX_WASTED = 8
 """The number of consecutive captures dropped before `WORTHWHILE` replays after which the engine stops capturing."""
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class GraphedDecode:
     Args:
         cache: the KV cache.
         max_rows: maximum number of rows of a step.
-        device: captures the graphs.
+        device: object that captures the graphs.
         kernels: the attention kernels to capture.
 
     Attributes:

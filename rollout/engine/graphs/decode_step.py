@@ -25,7 +25,7 @@ from rollout.engine.models.model_support import ModelLayout
 
 _FIELDS = 3
 _ALIGNED = 16
-"""The factor that divides the number of rows, so that each part of the buffer starts at a multiple of 64 bytes."""
+"""The granularity of the number of rows, so that each part of the buffer starts at a multiple of 64 bytes."""
 
 
 @dataclass(frozen=True, eq=False)

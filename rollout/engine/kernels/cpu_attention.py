@@ -16,7 +16,7 @@ MAX_GROUP = 64
 
 
 class Attention(ctypes.Structure):
-    """Mirror of the C++ struct `Attention` in cpu_attention.h."""
+    """The mirror of the C++ struct `Attention` in cpu_attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "offsets", "positions", "tables")),

@@ -13,7 +13,7 @@ from rollout.engine.kernels import cpu_library
 
 
 class Draw(ctypes.Structure):
-    """Mirror of the C++ struct `Draw` in cpu_sampling.h."""
+    """The mirror of the C++ struct `Draw` in cpu_sampling.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -66,7 +66,7 @@ class CpuDraw:
 
         Args:
             scores: logits of R rows and V tokens, float32 or bfloat16 [R, V] with contiguous rows.
-            temperature: float32 [R].
+            temperature: temperature of each row, float32 [R].
             greedy: whether each row takes the token with its largest score (on ties the lowest id), bool [R].
             keys: random stream of each row, int64 [R]; see `random_stream.uniforms`.
             positions: position of each row in its random stream, int64 [R].
@@ -105,5 +105,5 @@ def load() -> CpuDraw | None:
 
 
 def serves(scores: Tensor) -> bool:
-    """Return whether the kernel supports these logits."""
+    """Return whether the kernel supports these logits: float32 or bfloat16, on a CPU, with contiguous rows."""
     return scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16) and scores.stride(1) == 1

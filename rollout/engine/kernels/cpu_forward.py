@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class NormKind(IntEnum):
-    """Mirror of the C++ enum `NormKind` in cpu_forward.h."""
+    """The mirror of the C++ enum `NormKind` in cpu_forward.h."""
 
     RMS = 0
     """weight * normalised input, rounded after the normalisation and after the product."""
@@ -21,7 +21,7 @@ class NormKind(IntEnum):
 
 
 class RotaryKind(IntEnum):
-    """Mirror of the C++ enum `RotaryKind` in cpu_forward.h."""
+    """The mirror of the C++ enum `RotaryKind` in cpu_forward.h."""
 
     HALVES = 0
     PAIRS = 1
@@ -32,14 +32,14 @@ MAX_TAPS = 8
 
 
 class Activation(IntEnum):
-    """Mirror of the C++ enum `Activation` in cpu_rows.h."""
+    """The mirror of the C++ enum `Activation` in cpu_rows.h."""
 
     SILU = 0
     GELU_TANH = 1
 
 
 class Adapter(ctypes.Structure):
-    """Mirror of the C++ struct `Adapter` in cpu_linear.h."""
+    """The mirror of the C++ struct `Adapter` in cpu_linear.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("down", "up")),
@@ -50,7 +50,7 @@ class Adapter(ctypes.Structure):
 
 
 class Linear(ctypes.Structure):
-    """Mirror of the C++ struct `Linear` in cpu_linear.h."""
+    """The mirror of the C++ struct `Linear` in cpu_linear.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -60,13 +60,13 @@ class Linear(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """Mirror of the C++ struct `Norm` in cpu_forward.h."""
+    """The mirror of the C++ struct `Norm` in cpu_forward.h."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "bias"))
 
 
 class Experts(ctypes.Structure):
-    """Mirror of the C++ struct `Experts` in cpu_experts.h."""
+    """The mirror of the C++ struct `Experts` in cpu_experts.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("router", "gate_up", "down")),
@@ -76,7 +76,7 @@ class Experts(ctypes.Structure):
 
 
 class DeltaNet(ctypes.Structure):
-    """Mirror of the C++ struct `DeltaNet` in cpu_delta.h."""
+    """The mirror of the C++ struct `DeltaNet` in cpu_delta.h."""
 
     _fields_ = (
         *((name, Linear) for name in ("qkv", "z", "b", "a")),
@@ -88,7 +88,7 @@ class DeltaNet(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Mirror of the C++ struct `Layer` in cpu_forward.h."""
+    """The mirror of the C++ struct `Layer` in cpu_forward.h."""
 
     _fields_ = (
         *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
@@ -103,7 +103,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """Mirror of the C++ struct `Model` in cpu_forward.h."""
+    """The mirror of the C++ struct `Model` in cpu_forward.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "positions")),
@@ -118,7 +118,7 @@ class Model(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """Mirror of the C++ struct `Step` in cpu_forward.h."""
+    """The mirror of the C++ struct `Step` in cpu_forward.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
@@ -130,7 +130,7 @@ class Step(ctypes.Structure):
 
 
 class Decode(ctypes.Structure):
-    """Mirror of the C++ struct `Decode` in cpu_decode.h."""
+    """The mirror of the C++ struct `Decode` in cpu_decode.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (

@@ -102,7 +102,7 @@ def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor
 
 FLEX_BLOCK = 128
 ALIGNMENT = FLEX_BLOCK
-"""The factor that divides the index of the first query, so that the query starts a block in every kernel."""
+"""The granularity of the first query's index, so that the first query starts a block in every kernel."""
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -194,13 +194,13 @@ _COMPILED = (torch.float32, torch.bfloat16)
 
 
 class _Strided(ctypes.Structure):
-    """Mirror of the C++ struct `Strided` in cpu_tree_attention.h."""
+    """The mirror of the C++ struct `Strided` in cpu_tree_attention.h."""
 
     _fields_ = (("at", ctypes.c_void_p), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
 
 
 class _Attention(ctypes.Structure):
-    """Mirror of the C++ struct `tree::Attention` in cpu_tree_attention.h."""
+    """The mirror of the C++ struct `tree::Attention` in cpu_tree_attention.h."""
 
     _fields_ = (
         *((name, _Strided) for name in (

@@ -17,7 +17,7 @@ from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
-"""The factor that divides the number of block table columns; Triton recompiles a kernel for strides not divisible by 16."""
+"""The granularity of the number of block table columns: Triton recompiles a kernel for strides not divisible by 16."""
 
 
 class TritonPagedAttention:

@@ -62,7 +62,7 @@ def serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def load(device: torch.device) -> TritonPaged | None:
-    """Return the kernels; None if Triton cannot be imported."""
+    """Return the kernels with a new workspace, or None if Triton cannot be imported."""
     kernels = _kernels(device)
     return None if kernels is None else TritonPaged(kernels)
 
@@ -195,7 +195,7 @@ class TritonPaged:
         return sum(each.nbytes for each in self._buffers)
 
     def clear(self) -> None:
-        """Free the workspace. CUDA graphs captured with it must not be replayed after that."""
+        """Free the workspace. CUDA graphs captured with this workspace must not be replayed afterwards."""
         self._buffers.clear()
 
     def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

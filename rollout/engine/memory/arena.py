@@ -33,9 +33,9 @@ def _struct(**fields: Any) -> type[Structure]:
 _Location = _struct(kind=c_int, id=c_int)
 _AllocationFlags = _struct(compression=c_ubyte, rdma=c_ubyte, usage=c_ushort, reserved=c_ubyte * 4)
 _Properties = _struct(kind=c_int, handle_types=c_int, location=_Location, metadata=c_void_p, flags=_AllocationFlags)
-"""Mirror of the driver's struct CUmemAllocationProp."""
+"""The mirror of the driver's struct CUmemAllocationProp."""
 _Access = _struct(location=_Location, flags=c_int)
-"""Mirror of the driver's struct CUmemAccessDesc."""
+"""The mirror of the driver's struct CUmemAccessDesc."""
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),

@@ -124,7 +124,7 @@ class BlockPool:
         """Allocate `num_blocks` slots on the host, for single blocks that `copy_blocks` moves.
 
         Raises:
-            HostMemoryError: the host lacks the (pinned) memory.
+            HostMemoryError: the host lacks the memory, which must be pinned for CUDA.
         """
         self._tier.grow(num_blocks, num_blocks)
 
@@ -157,7 +157,7 @@ class BlockPool:
                     part.index_copy_(0, to, part.index_select(0, index))
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Fill `blocks` with zeros."""
+        """Fill these blocks with zeros."""
         index = upload(np.array(blocks, np.int64), self.device)
         for part in self._parts:
             part.index_fill_(0, index, 0)
@@ -201,5 +201,5 @@ class BlockPool:
         return len(kept) * self.block_bytes
 
     def discard_saved(self) -> None:
-        """Drop the saved blocks, which are no longer needed."""
+        """Drop the blocks that `save` has copied to the host, because they are no longer needed."""
         self._saved = None

@@ -64,7 +64,7 @@ class HostBlocks:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots."""
+        """The current number of slots."""
         return sum(map(len, self._chunks))
 
     @property

@@ -37,7 +37,7 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """The size in bytes, rounded up to a multiple of `ALIGNMENT`."""
+        """The size of the state in bytes, rounded up to a multiple of `ALIGNMENT`."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,1 +1,1 @@
-"""Parts of a model's own forward: support, masks, attention, recurrent layers, routers, adapters."""
+"""The parts of a model's own forward pass: support checks, masks, attention, recurrent layers, routers, adapters."""

@@ -197,7 +197,7 @@ class LoraAdapters:
         return len(self._loaded[name].layers)
 
     def check(self, name: str | None) -> None:
-        """Raise `InvalidRequestError` if no adapter of this name is loaded."""
+        """Raise `InvalidRequestError` if no adapter of this name is loaded. None, for no adapter, is always valid."""
         if name is not None and name not in self._loaded:
             there = ", ".join(map(repr, self._loaded)) or "none"
             raise InvalidRequestError(
@@ -205,7 +205,7 @@ class LoraAdapters:
             )
 
     def set(self, row: int, name: str | None) -> None:
-        """Set the adapter of a row of the sequence table."""
+        """Set the adapter of a row of the sequence table; None: the row has no adapter."""
         if name is not None:
             self._of_row[row] = name
         elif self._of_row:

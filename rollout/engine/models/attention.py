@@ -34,7 +34,7 @@ SINKS = "s_aux"
 """The keyword argument in which layers pass their attention sinks, one per query head."""
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
-"""The batch of the forward pass that the current thread runs; None: no engine's forward pass."""
+"""The batch of the engine's forward pass that the current thread runs; None: it runs no such pass."""
 _in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 """A lock per model, held during a forward pass, because two engines of one model may step in two threads."""
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rollout.engine.models.attention import rollout_attention
 
 PROBE = "rollout_probe"
-"""The name of the probing attention implementation, the only one for which masks are made."""
+"""The name of the attention implementation that probes a model, the only one for which we create masks."""
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -109,7 +109,7 @@ def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
 
 
 def is_of(module: Any, name: str, package: str = "transformers.models.") -> bool:
-    """Return whether a module's class has this name and comes from this package."""
+    """Return whether a module's class has this name, and was defined in a module whose name starts with `package`."""
     kind = _kind(module)
     return kind.__name__ == name and kind.__module__.startswith(package)
 

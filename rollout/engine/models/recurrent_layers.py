@@ -1,4 +1,4 @@
-"""The layers of a model that keep a recurrent or convolutional state."""
+"""Finds the layers of a model that keep a recurrent or convolutional state."""
 
 from __future__ import annotations
 

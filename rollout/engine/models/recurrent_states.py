@@ -122,7 +122,7 @@ class StateRows(_NoKV):
         return self._row(StateKey(layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def flush(self) -> None:
-        """Write gathered states back into the pool."""
+        """Write states that were gathered into a copy back into the pool."""
         if self._index is not None:
             for key, row in self._rows.items():
                 self._pool.state(key).index_copy_(0, self._index, row)

@@ -64,7 +64,7 @@ def routers_of(model: nn.Module) -> Routers:
     """Return the routers of `model`, which may be wrapped.
 
     Raises:
-        UnsupportedModelError: the model has no routers, or routers of an unknown form, which the message names.
+        UnsupportedModelError: the model has no routers, or their numbers of experts are unknown or not all the same.
     """
     name, kinds = type(model).__name__, tuple(_router_classes(model.modules()))
     found = [module for module in model.modules() if kinds and isinstance(module, kinds)]
@@ -100,7 +100,8 @@ class Topk(TorchFunctionMode):
     """Makes `topk` inside the block return other indices, together with the router's own scores at these indices.
 
     Args:
-        choose: returns the indices to use, given the scores and the indices that `topk` found, or None to keep these.
+        choose: function of the scores and the indices that `topk` found. It returns the indices to use, or None to keep
+            those that were found.
     """
 
     def __init__(self, choose: Callable[[Tensor, Tensor], Tensor | None]) -> None:

@@ -130,7 +130,7 @@ class TensorParallelGroup:
             )
 
     def refuse_when_lost(self) -> None:
-        """Raise `EngineDeadError` if the group has been lost."""
+        """Raise `EngineDeadError` if the group is lost."""
         if self._lost is not None:
             raise EngineDeadError(self._lost)
 

@@ -300,7 +300,7 @@ class _Columns:
             yield slice(0, count), columns, output.to(_wide(output))
 
     def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add the gradients of the last tile."""
+        """Add the gradients that the last tile contributes, given the gradient of the tile."""
         own = gradient.to(self._states.dtype)
         of_states, of_weight, *of_bias = self.gradients
         if of_states is not None:
@@ -342,7 +342,7 @@ class _Rows:
                 yield rows, slice(0, vocabulary), self._output.detach().to(_wide(self._output), copy=True)
 
     def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add the gradients of the last tile."""
+        """Add the gradients that the last tile contributes, given the gradient of the tile."""
         every = (self._part, *self._parameters)
         wanted = [each for each, kept in zip(every, self.gradients, strict=True) if kept is not None]
         found = iter(torch.autograd.grad(self._output, wanted, gradient.to(self._output.dtype)))

@@ -25,7 +25,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _Product(ctypes.Structure):
-    """Mirror of the C++ struct `Product` in cpu_exact.h."""
+    """The mirror of the C++ struct `Product` in cpu_exact.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("in", "weight", "bias", "places", "out")),
@@ -34,7 +34,7 @@ class _Product(ctypes.Structure):
 
 
 class _RowWise(ctypes.Structure):
-    """Mirror of the C++ struct `RowWise` in cpu_exact.h."""
+    """The mirror of the C++ struct `RowWise` in cpu_exact.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("in", "other", "out", "cosines", "sines", "positions")),
@@ -68,7 +68,7 @@ def linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Apply a root-mean-square norm over the last dimension (arXiv 1910.07467)."""
+    """Apply a root-mean-square norm over the last dimension of x (arXiv 1910.07467)."""
     return _apply(_RMSNorm, x, weight, epsilon)
 
 
