@@ -33,7 +33,7 @@ class Names:
     """The modules of the query, key and value projections. A single name: one module computes all three, in this order."""
     output: str = "o_proj"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """The modules of the gate and up projections. A single name: one module computes both, in this order, or only up."""
+    """The modules of the gate and up projections. A single name: one module computes both, or there is no gate."""
     down: str = "down_proj"
     activation: str = "act_fn"
 

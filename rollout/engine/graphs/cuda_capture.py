@@ -1,6 +1,6 @@
 """Captures device work into CUDA graphs, and cleans up after a failed capture.
 
-Always true after `capture` has raised: the previous stream is current again, no capture is open, the allocator is out of
+Always true after `capture` has raised: the previous stream is current again, and no capture is open. The allocator has left
 capture mode, and random numbers can be drawn on the device. `forget` releases the memory of the failed capture.
 """
 

@@ -49,7 +49,7 @@ STATE_LENGTH = 16384
 WORTHWHILE = 64
 """The number of replays that repay the cost of one capture."""
 MAX_WASTED = 8
-"""The number of consecutive captures dropped before `WORTHWHILE` replays after which the engine stops capturing."""
+"""The maximum number of consecutive times that graphs are dropped before `WORTHWHILE` replays; then capturing stops."""
 _log = logging.getLogger(__name__)
 
 

@@ -1,7 +1,7 @@
 """Splits the keys of a decode step into parts. The device lists the parts from the positions, once for all layers.
 
-The keys of a row are split into parts of `SPLIT` tokens in every batch, so the bits of a row do not depend on the other
-rows. A launch has a fixed number of programs, enough to keep the device busy, and they divide the listed parts among
+The keys of a row are split into parts of `SPLIT` tokens in every batch. The bits of a row therefore do not depend on the
+other rows. A launch has a fixed number of programs, enough to keep the device busy, and they divide the listed parts among
 themselves. Shapes are fixed and the host never waits for the device. The lists can therefore be captured in a CUDA graph,
 and each replay computes them from the current positions.
 """

@@ -2,8 +2,8 @@
 
 The L tokens of a tree are in depth-first order, and ends[k] is the index after the last token of the subtree of token k.
 Query q attends to key k if k <= q < ends[k] and, with a window, positions[q] - positions[k] < window. If images in the tree
-attend in both directions, k <= q is replaced by k <= lasts[q], where lasts[q] is the last token of the image that contains
-q, or q itself outside images. The C++ code does not support such images.
+attend in both directions, k <= lasts[q] replaces k <= q. Here lasts[q] is the last token of the image that contains q, or q
+itself outside images. The C++ code does not support such images.
 
 The queries may cover only the last S tokens. The first query is then token L - S, a multiple of `ALIGNMENT`.
 """
@@ -48,8 +48,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
         query: [1, H, S, D] with H query heads of size D.
         key: [1, Hkv, L, D] for all L tokens; H is a multiple of the number Hkv of key-value heads.
         value: [1, Hkv, L, Dv].
-        tree: int32 [1, 1, 2 or 3, L]: for each token, the index after its subtree, its position and, if images attend in
-            both directions, the last token of its image.
+        tree: int32 [1, 1, 2 or 3, L]. For each token it has the index after the token's subtree, the token's position and,
+            if images attend in both directions, the last token of the token's image.
         scores: rules for the scores.
 
     Returns:

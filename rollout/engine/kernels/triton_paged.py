@@ -3,8 +3,8 @@
 Triton comes with torch on CUDA. `load` imports it; each kernel of `triton_kernels` is compiled when it is first launched. If
 Triton is missing, `load` warns once and plain torch is used.
 
-K and V are read in place, once for all the query heads that share them. Decode and prefill share one function: the query
-heads of a KV head, for each token of a chunk, are the rows of a matrix product. The keys of a decoding sequence are split
+K and V are read in place, once for all the query heads that share them. Decode and prefill share one function: a matrix
+product with a row for each token of a chunk and each query head of a KV head. The keys of a decoding sequence are split
 into parts (`decode_parts`), and `merge` combines the parts' results by their log-sum-exp. The split does not depend on the
 batch, so neither do the bits of a row. Grids depend only on shapes, and the host never waits for the device, so every
 method can be captured in a CUDA graph.
@@ -160,9 +160,9 @@ class TritonPaged:
     ) -> Tensor:
         """Compute the attention of one chunk in each of R sequences. The K and V of the chunks are already in the cache.
 
-        The grid has P // tokens + R programs per KV head: an upper bound on the number of tiles of `tokens` queries in R
-        chunks with P queries in total. The tiles of row r start at program begins[r] // tokens + r. Each program therefore
-        finds its row by a search in `begins`; surplus programs return at once. An exact map from the host would cost a copy
+        The grid has P // tokens + R programs per KV head. This is an upper bound on the number of tiles of `tokens` queries
+        in R chunks with P queries in total. The tiles of row r start at program begins[r] // tokens + r, so each program
+        finds its row by a search in `begins`. Surplus programs return at once. An exact map from the host would cost a copy
         per step, and would not fit the fixed shapes of a captured graph.
 
         Args:

@@ -1,7 +1,7 @@
 """Returns the KV pool's device memory to the driver, and allocates it again at the same addresses.
 
-If the memory were only returned to torch's allocator, tensors of the trainer (such as Adam's states, created at the first
-step) would occupy parts of it, and the whole pool could not be restored. An `Arena` keeps addresses and maps memory to them.
+If the memory were only returned to torch's allocator, the trainer's tensors could occupy parts of it, such as Adam's states,
+created at the first step. The pool could then not be restored. An `Arena` keeps addresses and maps memory to them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CudaVirtualMemory:
         library: the driver library; None: libcuda. Tests pass a stand-in.
 
     Attributes:
-        granularity: number of bytes that divides the sizes and addresses of all mappings.
+        granularity: granularity of the sizes and addresses of mappings, in bytes.
         device: device, with its index, of tensors at the addresses.
 
     Raises:
@@ -119,7 +119,7 @@ class CudaVirtualMemory:
         self._call("cuMemAddressFree", address, size)
 
     def settle(self) -> None:
-        """Wait for queued work that may use mapped memory. This also creates the device's context if there is none."""
+        """Wait for queued work that may use mapped memory. This also makes the device's context current."""
         wait_for_steps(self.device)
 
     def reclaim(self) -> None:

@@ -1,7 +1,7 @@
 """A pool of equal blocks in device memory, with host memory to which blocks can be moved.
 
 A block has several parts, such as K of one layer or a recurrent state of one layer. The blocks of one part are contiguous,
-because gathering contiguous rows is many times faster than gathering strided rows (13 times, for 8 kB rows on a CPU).
+because gathering contiguous rows is faster than gathering strided rows (13 times, for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 128
 """The number of vocabulary entries per block. A draw searches on two levels: first the block, then the token in it."""
 ALIGNMENT = 64
-"""The alignment of packed arrays, in bytes. Triton compiles a second kernel for addresses that are no multiple of 16."""
+"""The alignment of packed arrays, in bytes. Triton compiles a second kernel for addresses that are not multiples of 16."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
@@ -24,7 +24,7 @@ def lacks_device_memory(exc: BaseException) -> bool:
     """Return whether an operation failed for lack of device memory, so that it may succeed once memory is free.
 
     Torch's allocator raises `torch.OutOfMemoryError`. The driver (when it instantiates a graph or loads a kernel), cuBLAS
-    and Triton raise a RuntimeError that only the message tells apart.
+    and Triton raise a RuntimeError whose message mentions the memory.
     """
     if isinstance(exc, torch.OutOfMemoryError):
         return True

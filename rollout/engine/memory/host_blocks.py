@@ -39,7 +39,7 @@ class HostBlocks:
         widths: number of elements of one block in each part.
         pinned: whether to pin the memory, for asynchronous copies to and from a CUDA device.
         stage: function that allocates a flat device tensor with the given number of elements, or raises
-            `torch.OutOfMemoryError`; None: the pool is also in host memory, and no staging buffer is needed.
+            `torch.OutOfMemoryError`. None: the pool is also in host memory, and no staging buffer is needed.
         limit: maximum size of a staging buffer, in bytes; it always has room for one block.
     """
 

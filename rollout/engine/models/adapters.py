@@ -2,8 +2,8 @@
 
     y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
 
-A step runs up to two forward passes: one for its sequences without an adapter, exactly as if no adapter were loaded, and
-one for all sequences with adapters. The `forward` of the adapted layers is replaced only during the second.
+A step runs up to two forward passes. The first computes the sequences without an adapter, exactly as if no adapter were
+loaded; the second computes all others. The `forward` of the adapted layers is replaced only during the second pass.
 """
 
 from __future__ import annotations

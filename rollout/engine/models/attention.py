@@ -174,8 +174,8 @@ class PagedBatch:
 class Installation:
     """Prepares the trainer's model for the engine's forward passes: `with installation` spans many, and may be nested.
 
-    Between two forward passes the model is as the trainer left it, both for the trainer's code inside the block (such as a
-    reward function) and for other threads.
+    Between two forward passes the model is as the trainer left it. Other threads, and the trainer's code inside the block
+    (such as a reward function), can use the model as usual.
 
     Args:
         autocast: autocast dtype of the forward passes; None: the caller's autocast applies.

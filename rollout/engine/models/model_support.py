@@ -2,8 +2,8 @@
 
 The check runs a few tokens through the model. An attention function records every call: modules, shapes, arguments and mask
 functions. If the configuration names recurrent or convolutional layers, a cache records their states. A layer that keeps
-its state elsewhere is missing from both records. A layer that needs more than causal attention with a sliding window, a
-soft cap or attention sinks passes arguments that the engine does not support.
+its state elsewhere is missing from both records. The engine supports causal attention with a sliding window, a soft cap or
+attention sinks. A layer that needs more reveals this by other arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks that the code of a model's parts is the code that transformers, torch and PEFT define.
 
-Liger, Unsloth and other libraries replace the `forward` of a class, or a function in the module that defines the class,
-before or after a model is built. A function counts as original if its code was compiled from the file that defines the
-class or module, and was defined there under the same name.
+Liger, Unsloth and other libraries replace the `forward` of a class, or a function in the module that defines the class.
+They do so before or after a model is built. A function counts as original if its code was compiled from the file of its
+class or module, and was defined under the same name.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def bypassed(device: torch.device) -> str | None:
 def foreign_part(model: nn.Module, attention_layers: Iterable[nn.Module]) -> str | None:
     """Return the name of a part that affects attention but is not original code, or None if all such parts are original.
 
-    Checked are the attention functions, the `forward` of attention layers and of the modules around them, and the `forward`
-    of modules without parameters, such as rotary embeddings. Projections, norms and experts are not checked, because they
-    process each position alone.
+    The check covers attention functions, and the `forward` of attention layers, of modules around them, and of modules
+    without parameters, such as rotary embeddings. Projections, norms and experts are not checked, because they process each
+    position alone.
     """
     layers = set(attention_layers)
     for layer in layers:

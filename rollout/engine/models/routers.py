@@ -1,9 +1,9 @@
 """Finds the routers of a mixture of experts in a model, records the experts that they choose, and replays the choices.
 
-Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. For P positions, a router
-returns (logits, weights, indices [P, k]) of the k experts with the highest scores, which it finds by one call of `topk`.
-A forward hook records the indices. In a replay, `topk` returns the given indices with the router's current scores, and the
-router's own code does the rest.
+Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. A router finds the k experts
+with the highest scores by one call of `topk`. For P positions it returns (logits, weights, indices [P, k]). A forward hook
+records the indices. In a replay, `topk` returns the given indices with the router's current scores, and the router's own
+code does the rest.
 """
 
 from __future__ import annotations

@@ -176,9 +176,12 @@ class Leader(Together):
 
 
 def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object]) -> Any:
-    """Compute the forward passes that the first rank broadcasts until it leaves `Leader.leading`. Return what it then sends.
+    """Compute the forward passes that the first rank broadcasts, until its call of `Leader.leading` ends.
 
-    If a forward pass raises on this rank, the group continues only if it has also raised on the first rank.
+    If a forward pass raises on this rank, the group continues only if the pass has also raised on the first rank.
+
+    Returns:
+        The outcome that the first rank sends at the end.
 
     Raises:
         EngineDeadError: the first rank is lost, or a forward pass failed on only some of the ranks.

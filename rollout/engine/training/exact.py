@@ -40,7 +40,7 @@ def exact(model: nn.Module) -> Iterator[None]:
     """Make `model(...)` inside the block compute the same logits, bit for bit, as an engine in exact mode.
 
     A token's logits depend only on the weights, the token and the tokens before it, not on padding, the batch or the number
-    of threads. Torch computes the gradients, of the same function. Logits at padding are 0. The arguments `input_ids`,
+    of threads. Torch computes the gradients of the same function. Logits at padding are 0. The arguments `input_ids`,
     `attention_mask` and `logits_to_keep` (a number, or column indices) mean the same as in transformers. Positions count
     from each row's first real token.
 

@@ -123,8 +123,8 @@ class LogitReader:
         """Run the forward pass.
 
         Returns:
-            The row of the head's output that the model received, the values read, and the logits that the model made from
-            the row (None: the model did not run).
+            The row of the head's output that the model received, the values read, and the model's logits for the row. The
+            logits are None if only the head ran.
         """
         head = self._model.get_output_embeddings()
         before, original, seen = vars(head).get("forward"), head.forward, []

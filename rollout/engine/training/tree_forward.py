@@ -5,8 +5,8 @@ passed as the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree
 mask unchanged to every layer. So do gradient checkpointing (even when it recomputes in the backward pass), DDP, FSDP and
 PEFT. For any other mask, the model's own implementation runs. The model gets no hooks, and its modules are not changed.
 
-Inside `paths_of(model)` the tokens of a forward pass continue a path of earlier tokens. The keys and values of these earlier
-tokens are kept. Their gradients are summed until the backward pass of the tokens that they belong to takes them.
+Inside `paths_of(model)` the tokens of a forward pass continue a path of earlier tokens, whose keys and values are kept. The
+gradients of these keys and values are summed, and the backward pass of the earlier tokens uses the sums.
 """
 
 from __future__ import annotations

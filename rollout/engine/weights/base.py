@@ -39,7 +39,7 @@ class Weights:
 
     @property
     def ready(self) -> bool:
-        """Whether `sampled` holds all weights, unsharded, in their current version."""
+        """Whether `sampled` holds the current weights, gathered if they are sharded."""
         return True
 
     def gather(self) -> None:
