@@ -1,8 +1,9 @@
-"""Trees that are too large for one forward: segment by segment in depth-first order, in the memory of one path.
+"""Trees that are too large for one forward pass: segment by segment in depth-first order, in the memory of one path.
 
-A segment is a range of the tree's tokens: a chain that later segments continue, or small whole subtrees. Its forward attends
-to the keys and values of the segments on its path. Its backward runs once no later segment continues it. It takes the
-gradients that all of its branches have added to its keys, values and log-probs. Every token is computed once.
+A segment is a range of the tree's tokens: a chain that later segments continue, or small whole subtrees. A segment's forward
+pass attends to the keys and values of the segments on the path to the root. Its backward pass runs once no later segment
+continues it, and takes the gradients that all branches have added to the segment's keys, values and log-probs. Every token
+is computed once.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from rollout.manager.batch.tree import PackedTree
 
 
 class PathRows(NamedTuple):
-    """A set of rows of a batch whose forward is complete."""
+    """A set of n batch rows whose forward pass is complete."""
 
     rows: Tensor
     """int64 [n]: row numbers in the batch."""
     scores: LogitScores
-    """Scores [n, T]; call backward on their loss before the next rows are computed."""
+    """The scores [n, T] of the rows; call backward on their loss before the next rows are computed."""
 
 
 class _Span(NamedTuple):
-    """A range [start, stop) of a tree's tokens, which one forward computes."""
+    """A range [start, stop) of a tree's tokens, which one forward pass computes."""
 
     start: int
     stop: int
     place: int
     """The index of the span's first token in the keys of the path."""
     last: int
-    """The index after the subtrees of its tokens; until it is reached, later tokens continue this span."""
+    """The index after the subtrees of the span's tokens; tokens before this index continue the span."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """A computed span on the path of the next one."""
+    """A computed span on the path of the next span."""
 
     span: _Span
     places: Tensor
-    """int64 [m]: the wanted tokens, flat in [N, T]."""
+    """int64 [m]: flat indices into [N, T] of the segment's m wanted tokens."""
     values: tuple[Tensor, ...]
-    """Log-probs [m], and entropies if requested."""
+    """The log-probs [m] of the wanted tokens and, if requested, their entropies [m]."""
     leaves: tuple[Tensor, ...]
-    """The same values as returned to the caller: gradients collect there."""
+    """Copies of `values` that the caller gets, detached from the graph; they collect the gradients."""
 
     def backward(self) -> None:
-        """Run the segment's backward, even if no log-prob has a gradient, because keys and values may have gradients."""
+        """Run the segment's backward pass, even if no log-prob has a gradient: keys and values may have gradients."""
         if self.values[0].requires_grad:
             torch.autograd.backward(
                 self.values,
@@ -66,12 +67,12 @@ class _Segment:
 def along_paths(
     model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part, Tensor], LogitScores]
 ) -> Iterator[PathRows]:
-    """Run a tree segment by segment. Yield rows once all their wanted tokens are computed; run backwards in between.
+    """Run a tree segment by segment. Yield rows once all their wanted tokens are computed; run backward passes in between.
 
     Args:
-        part: the tree as one forward would compute it.
-        max_tokens: maximum tokens of a segment.
-        read: the forward of a part, and the rows of the tree that the part has.
+        part: the tree as input of a single forward pass.
+        max_tokens: maximum number of tokens in a segment.
+        read: function of a part and of the tree rows in it that runs the part's forward pass and returns the scores.
 
     Raises:
         ValueError: `max_tokens` is below 1; or the tree has images or routes.
@@ -118,7 +119,10 @@ def along_paths(
 
 
 def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield segments [start, stop) in order. Small subtrees share a segment; a chain ends at a branch or at the limit."""
+    """Yield segments [start, stop) of at most `limit` tokens, in order.
+
+    Small subtrees share a segment. A chain ends at a branch or at the limit.
+    """
     start, token, chain = 0, 0, False
     while token < len(ends):
         small = ends[token] - token <= limit
@@ -133,7 +137,7 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
-    """Return the spans of a tree in order. In the keys, each span follows its path and begins at a block of the kernels."""
+    """Return the spans of a tree in order. Among the keys, a span comes after its path and begins at a kernel block."""
     spans: list[_Span] = []
     path: list[_Span] = []
     for start, stop in _segments(ends, depths, limit):
@@ -146,7 +150,7 @@ def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> l
 
 
 def _keys(path: list[_Span], ends: NDArray[np.int64], depths: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the attention mask of a path's last span, [1, 1, 2, keys]: subtree end and position of every key."""
+    """Return the attention mask for a path's last span, [1, 1, 2, keys]: the subtree end and the position of every key."""
     own = path[-1]
     keys = np.zeros((2, own.place + own.stop - own.start), np.int32)
     for start, stop, at, _ in path:

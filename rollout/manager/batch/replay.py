@@ -1,10 +1,10 @@
-"""`replay(batch, model)`: inside the block the model's routers choose the experts that the rollout chose.
+"""`with replay(batch, model):` makes the model's routers choose the experts that the rollout chose.
 
-The trainer's forward is aligned with the batch by its tokens: any rows of the batch in any order, padded on the left or the
-right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward of a prefix tree pass the tree
-instead. Only the choice is replayed: the live router computes scores, softmax and normalisation, with gradient. An
-engine's own forwards inside of the block (`generate`, `score`) are routed live. The module is restored after the block,
-even after an exception.
+Rows of the trainer's forward pass are found in the batch by their tokens. They may be any rows in any order, padded on the
+left or the right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward pass of a prefix
+tree, pass the tree instead. Only the choice is replayed: the live router computes scores, softmax and normalisation, with
+gradient. The engine's own forward passes inside the block (`generate`, `score`) use the live routing. The module is restored
+after the block, even after an exception.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.manager.batch.tree import PackedTree
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """The fields of a `RolloutBatch` that routing reads, for rows from elsewhere."""
+    """The `RolloutBatch` fields that routing reads, for rows that are not from a `RolloutBatch`."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -44,19 +44,19 @@ Routed = RolloutBatch | RoutedRows | PackedTree
 def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
     """Let the routers of `model` choose, inside the block, the experts recorded in `batch.routed_experts`.
 
-    With gradient checkpointing, which computes the routers again in the backward, run the backward inside the block too,
-    before the next forward. Padding and the last token of a row, which have no routes, are routed live.
+    Gradient checkpointing computes the routers again in the backward pass. Then run the backward pass inside the block too,
+    before the next forward pass. Padding and the last token of a row, which have no routes, are routed live.
 
     Args:
-        batch: a `RolloutBatch` of an engine with `InferenceConfig(record_routes=True)`; for the forward of a tree, the
-            result of `batch.tree()`.
+        batch: a `RolloutBatch` from an engine with `InferenceConfig(record_routes=True)`; for the forward pass of a tree,
+            the result of `batch.tree()`.
         model: the model that runs in the block, or a wrapper of it (DDP, PEFT).
 
     Raises:
-        ValueError: the batch has no routes, or not for some row, or routes of another model; or a forward in the block has
-            other sequences than the batch.
-        UnsupportedModelError: the model has routers of an unknown form, which it names.
-        RuntimeError: with gradient checkpointing, a backward ran outside of the block.
+        ValueError: the batch or one of its rows has no routes, or the routes belong to another model; or a forward pass in
+            the block has sequences that are not in the batch.
+        UnsupportedModelError: the model has routers of an unknown form; the message names them.
+        RuntimeError: with gradient checkpointing, a backward pass ran outside of the block.
     """
     routers = routers_of(model)
     owner = next(module for module in model.modules() if getattr(module, "_can_record_outputs", None))
@@ -82,7 +82,7 @@ def _restore(module: nn.Module, forward: Any) -> None:
 def _replayed(
     forward: Callable[..., Any], router: nn.Module, index: int, alignment: _Alignment, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return a `forward` for one router that applies the recorded choices of its layer."""
+    """Run `forward`, the original method of the router in layer `index`, with the experts recorded for that layer."""
     if is_rollout_forward():
         return forward(*args, **kwargs)
     shape = alignment.shape
@@ -109,7 +109,7 @@ def _check_routes(batch: Routed, shape: RouteShape) -> None:
 
 
 def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
-    """Return a function from a forward's `input_ids` [B, T], mask and positions to its routes [B, T, layers, k]."""
+    """Return a function (input_ids [B, T], mask, positions) → routes [B, T, layers, k] of a forward pass."""
     if not isinstance(batch, PackedTree):
         return _Rows(batch).of_forward
     if batch.unrouted is not None and len(batch.unrouted):
@@ -129,7 +129,7 @@ def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor
 
 
 class _Rows:
-    """The routes of the rows of a batch, looked up by tokens."""
+    """The routes of a batch's rows, looked up by the rows' tokens."""
 
     def __init__(self, batch: RolloutBatch | RoutedRows) -> None:
         assert batch.routed_experts is not None
@@ -148,7 +148,7 @@ class _Rows:
         return rows
 
     def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-        """Return the routes int16 [B, T, layers, k] of `input_ids` [B, T]."""
+        """Return the routes, int16 [B, T, layers, k], of the tokens `ids` [B, T] of a forward pass."""
         real, starts = np.ones(ids.shape, bool), None
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             real = mask.cpu().numpy().astype(bool)
@@ -176,7 +176,7 @@ class _Rows:
         return torch.from_numpy(routes)
 
     def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
-        """Return whether a sequence only rounds up a packed row: one repeated padding token."""
+        """Return whether a sequence is only padding that rounds up a packed row: one repeated token."""
         return len(tokens) == 0 or bool((tokens == tokens[0]).all())
 
 
@@ -188,18 +188,18 @@ def _refuse_row(row: int) -> NoReturn:
 
 
 class _Alignment:
-    """The routes of the tokens of the current forward."""
+    """The routes for the tokens of the current forward pass."""
 
     def __init__(self, routes_of: Callable[[Tensor, Any, Any], Tensor], shape: RouteShape) -> None:
         self.shape = shape
         self._routes_of = routes_of
         self._current: Tensor | None = None
         self._forwards = 0
-        """Forwards with gradient since the last backward that recomputed a router."""
+        """The number of forward passes with gradient since the last backward pass that recomputed a router."""
         self._recomputed = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Align with the sequences of the model's forward, unless an engine runs it; a forward pre-hook."""
+        """Find the routes for a forward pass, unless an engine runs the pass. Used as the model's forward pre-hook."""
         if is_rollout_forward():
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -214,7 +214,7 @@ class _Alignment:
             self._recomputed = False
 
     def routes(self) -> Tensor:
-        """Return int64 [B * T, layers, k] of the current forward, or of the forward that a backward recomputes."""
+        """Return the routes, int64 [B * T, layers, k], of the current or recomputed forward pass."""
         if self._current is None:
             raise RuntimeError("replay: a router ran outside of a forward of the model; call the model itself")
         if torch._C._current_graph_task_id() != -1:
@@ -227,10 +227,10 @@ class _Alignment:
         return self._current
 
     def end(self, model: nn.Module) -> None:
-        """Raise if the block is left before a checkpointed forward was recomputed.
+        """Check that the block is not left before the backward pass of a checkpointed forward pass.
 
         Raises:
-            RuntimeError: its backward would route live.
+            RuntimeError: the block is left too early; the backward pass would route live.
         """
         checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         if checkpointed and model.training and self._forwards and not self._recomputed:

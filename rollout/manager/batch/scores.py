@@ -1,4 +1,6 @@
-"""Log-probs, entropies and most likely tokens of given sequences by the engine: `RolloutManager.score`, `rollout.score`."""
+"""Log-probs, entropies and most likely tokens of given sequences, computed by the engine: `RolloutManager.score`,
+`rollout.score`.
+"""
 
 from __future__ import annotations
 
@@ -33,33 +35,33 @@ ENTROPY_ROWS = 256
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenScores:
-    """Scores of N sequences, the longest of T tokens, in the columns of `RolloutBatch`: entry t belongs to token t."""
+    """The scores of N sequences, the longest of T tokens, aligned as in `RolloutBatch`: entry t belongs to token t."""
 
     logprobs: Tensor
-    """float32 [N, T], 0 outside of `mask`."""
+    """float32 [N, T]: log-prob of each scored token; 0 outside of `mask`."""
 
     mask: Tensor
     """bool [N, T]: the tokens that were scored."""
 
     entropies: Tensor | None
-    """float32 [N, T] in nats, under softmax(logits / temperature) over the whole vocabulary; 0 outside of `mask`. None: not
-    requested."""
+    """float32 [N, T]: entropies in nats of softmax(logits / temperature), over the whole vocabulary; 0 outside of `mask`.
+    None: not requested."""
 
     top_ids: Tensor | None
-    """int64 [N, T, k], most likely first; -1 outside of `mask`. None: not requested."""
+    """int64 [N, T, k]: ids of the k most likely tokens, most likely first; -1 outside of `mask`. None: not requested."""
 
     top_logprobs: Tensor | None
-    """float32 [N, T, k], over the whole vocabulary; 0 outside of `mask`. None: not requested."""
+    """float32 [N, T, k]: log-probs of `top_ids`, over the whole vocabulary; 0 outside of `mask`. None: not requested."""
 
     policy_version: int
-    """The policy version of the weights that scored."""
+    """The policy version of the weights that computed the scores."""
 
     staleness: Tensor | None
-    """int32 [N, T]: weight updates between sampling and scoring of a token; 0 outside of `mask`. None: the tokens are not
-    from a batch of this engine."""
+    """int32 [N, T]: number of weight updates between the sampling and the scoring of a token; 0 outside of `mask`. None: the
+    tokens are not from a batch of this engine."""
 
     adapters: str
-    """Names of the model's active adapters and of the adapters named by rows; "none": no adapter."""
+    """The names of the model's active adapters and of the adapters that rows request; "none": no adapter."""
 
     def __repr__(self) -> str:
         return (
@@ -78,14 +80,14 @@ def score(
     entropy: bool = False,
     config: InferenceConfig | None = None,
 ) -> TokenScores:
-    """Score sequences under a model that has no rollout, such as a reference model; its engine lasts for this call.
+    """Score sequences under a model without a manager, such as a reference model. The engine exists only during this call.
 
-    Adapters named by the requests of a batch are ignored: they were loaded into another engine.
+    Adapters that requests of a batch name are ignored, because they were loaded into another engine.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model in transformers.
         rollouts, prompt_lengths, temperature, top_k, entropy: see `RolloutManager.score`.
-        config: options of the engine. None: the KV pool holds a step of 2048 tokens and the longest sequence.
+        config: options of the engine. None: defaults, with a KV pool for the longest sequence and a step of 2048 tokens.
 
     Raises:
         UnsupportedModelError: see `DynamicInferenceEngine`.
@@ -101,10 +103,10 @@ def score(
 
 
 class Scorer:
-    """A scorer of sequences with a running engine.
+    """A scorer that scores sequences with a running engine.
 
     Args:
-        ready: context manager in which the engine's weights are whole and nothing is sampled.
+        ready: function that returns a context manager; inside it, the weights are gathered and nothing is sampled.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, ready: Callable[[], AbstractContextManager[None]]) -> None:
@@ -123,23 +125,23 @@ class Scorer:
         """Return log-probs of given sequences under the current weights and adapters; nothing is sampled.
 
         A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are computed
-        only for the scored tokens, chunk by chunk. Groups in flight are paused during the call. For another adapter: `with
-        trainer_hooks.peft.adapter(manager, name)`. Recorded routes of a mixture of experts are not replayed. On several
-        ranks every rank may call it; if the weights are sharded, every rank has to.
+        only for the scored tokens, chunk by chunk. Groups in flight are paused during the call. Recorded routes of a mixture
+        of experts are not replayed. On several ranks every rank may call `score`; if the weights are sharded, every rank
+        must. To score under another adapter of the model, use `with trainer_hooks.peft.adapter(manager, name)`.
 
         Args:
-            rollouts: a batch, whose `response_mask` is scored; or token ids of each sequence, as lists or as the output of
-                one call of the tokenizer, whose padding is dropped.
-            prompt_lengths: of token ids, one for all or one each: tokens after the prompt are scored. None: all but the
-                first.
-            temperature: logits are divided by it, and log-probs are of the whole vocabulary. None: 1 for token ids; for a
-                batch the distribution of `batch.logprobs`: a row's own temperature, over its kept tokens.
-            top_k: also return the k most likely tokens.
+            rollouts: a batch, of which the tokens in `response_mask` are scored; or the token ids of each sequence, as lists
+                or as the output of one tokenizer call, whose padding is dropped.
+            prompt_lengths: for token ids, the prompt length of all sequences or of each; tokens after the prompt are scored.
+                None: score all tokens but the first.
+            temperature: divisor of the logits; log-probs are then over the whole vocabulary. None: 1 for token ids; for a
+                batch the distribution of `batch.logprobs`, with each row's own temperature and kept tokens.
+            top_k: also return this number of most likely tokens at each position.
             entropy: also return entropies.
             adapter: name of a loaded LoRA adapter for all rows. None: each row's adapter, or the model's active adapters.
 
         Raises:
-            InvalidRequestError: a sequence cannot be computed: empty, too long, an unknown id or adapter.
+            InvalidRequestError: a sequence is empty or too long, or has an unknown token id or adapter.
             ConfigError: an argument is out of range; or `temperature` is None and a row was sampled with penalties, or
                 truncated without kept tokens.
             EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
@@ -154,7 +156,7 @@ class Scorer:
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:
-    """Return the sequences without padding. Lists stay unchanged: their last token may equal the padding token."""
+    """Return the sequences without padding. Lists stay unchanged, because their last token may equal the padding token."""
     owners = [getattr(model, name, None) for name in ("generation_config", "config")]
     return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
 
@@ -175,15 +177,15 @@ class _Plan:
     mask: NDArray[np.bool_]
     batch: RolloutBatch | None
     temperature: NDArray[np.float32]
-    """[N] divisors of the logits."""
+    """[N]: the divisor of each row's logits."""
     replayed: list[SamplingParams | None]
-    """[N]: parameters of rows whose log-probs are over the sampling distribution, not over all tokens."""
+    """[N]: the sampling parameters of rows whose log-probs are over the sampling distribution; None: over all tokens."""
     top_k: int
     entropy: bool
     images: list[ImageInputs | None]
-    """[N] images of each sequence; None: it has no images."""
+    """[N]: the images of each sequence; None: the sequence has no images."""
     adapters: list[str | None]
-    """[N] names of loaded LoRA adapters."""
+    """[N]: the name of each row's loaded LoRA adapter; None: the model's active adapters."""
 
     @classmethod
     def of(
@@ -261,7 +263,7 @@ class _Results:
         self._kept = None if kept is None else kept.to("cpu")
 
     def take(self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor) -> bool:
-        """Score the tokens at (rows, columns) [K] with logits [K, V]; return whether all log-probs are numbers."""
+        """Score the K tokens at (rows, columns) with their logits [K, V]; return whether no log-prob is NaN."""
         if not len(rows):
             return True
         plan, device, at = self._plan, logits.device, (torch.from_numpy(rows), torch.from_numpy(columns))
@@ -289,7 +291,7 @@ class _Results:
     def _replayed(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
     ) -> Tensor:
-        """Return [K] log-probs over the sets that tokens were drawn from. Every token is its own row."""
+        """Return log-probs [K] over the sets that the K tokens were drawn from."""
         device = logits.device
         counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         if self._kept is not None:

@@ -1,9 +1,10 @@
-"""Prefix-tree packing: every common prefix of rows of a batch is packed, and so trained, once.
+"""Prefix-tree packing: every common prefix of batch rows is packed, and so trained, once.
 
 A hidden state depends only on the tokens up to its position and their recorded experts, so rows with the same beginning
-share it. Tokens are in depth-first order of the tree of all prefixes: a token is followed by its subtree, and the tokens
-that continue it are those before the subtree's end. Hence token q attends to token k iff k <= q < end[k] (and, in a sliding
-window, position[q] - position[k] < window). `rollout.engine.kernels.tree_attention` is the attention that reads this.
+share it. Tokens are in depth-first order of the tree of all prefixes: a token is followed by its subtree, which contains
+every token that continues it. Hence token q attends to token k iff k <= q < end[k], where end[k] is the index after k's
+subtree (and, in a sliding window, iff position[q] - position[k] < window). `rollout.engine.kernels.tree_attention` computes
+this attention.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from rollout.manager.batch.forward import LogitScores, Part, read_scores
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedTree:
-    """N rows, the longest of T tokens, as one sequence of the L tokens of their prefix tree. Built by `pack_tree`."""
+    """A prefix tree of N rows, the longest of T tokens, as one sequence of the tree's L tokens. Built by `pack_tree`."""
 
     input_ids: Tensor
-    """int64 [1, L], in depth-first order."""
+    """int64 [1, L]: token ids, in depth-first order."""
 
     position_ids: Tensor
-    """int64 [1, L]: position of a token in its rows, from 0 in every branch."""
+    """int64 [1, L]: position of each token in its rows, which starts at 0 at every root."""
 
     attention_mask: Tensor
-    """int32 [1, 1, 2, L]: the index after each token's subtree, and its position. [1, 1, 3, L] with images that attend in
-    both directions: also the last token of its image, or itself. Only the tree attention reads it."""
+    """int32 [1, 1, 2, L]: the index after each token's subtree, and the token's position. If images attend in both
+    directions, [1, 1, 3, L]: also the index of the last token of the token's image, or of the token itself. Only the tree
+    attention reads this mask."""
 
     rows: Tensor
-    """int64 [N]: rows of the batch, in order, so `advantages[packed.rows]` belongs to `logprobs_of(model)`."""
+    """int64 [N]: numbers of the packed batch rows, in order. `advantages[packed.rows]` has the rows of `logprobs_of`."""
 
     nodes: Tensor
-    """int64 [N, T]: index in the tree of each column of each row; -1 on padding."""
+    """int64 [N, T]: index in the tree of each token of each row; -1 on padding."""
 
     wanted: Tensor
     """bool [N, T]: tokens whose log-probs are computed."""
@@ -49,14 +51,15 @@ class PackedTree:
     """int64 [N, T]: index in the tree of the token before each wanted token, whose logits predict it; 0 elsewhere."""
 
     routed_experts: Tensor | None = None
-    """int16 [1, L, layers, k]: the experts recorded for each token, -1 without any. `rollout.replay` reads it."""
+    """int16 [1, L, layers, k]: the k experts recorded for each token; -1: no route. `rollout.replay` reads this field. None:
+    no routes were recorded."""
 
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Image arguments of the forward: tensors (once per image of a prompt), token types, and `position_ids` [4, 1, L] (place
-    in the row, time, height, width) if the model has them."""
+    """The image arguments of the forward pass: image tensors (once per image of a prompt), token types, and `position_ids`
+    [4, 1, L] (place in the row, time, height, width), as far as the model has them."""
 
     unrouted: Tensor | None = None
-    """int64: rows of the batch with trained tokens that lack routes; None: not checked."""
+    """int64: numbers of batch rows with trained tokens that lack routes; None: not checked."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
@@ -66,10 +69,10 @@ class PackedTree:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward, to which `trainer_hooks.tree` is attached.
+        """The keyword arguments of the forward pass, for a model with `trainer_hooks.tree` attached.
 
         Raises:
-            EngineStateError: it is not attached to a model of this process.
+            EngineStateError: `trainer_hooks.tree` is not attached to any model of this process.
         """
         if not is_attached():
             raise EngineStateError(
@@ -85,21 +88,21 @@ class PackedTree:
         }
 
     def logprobs_of(self, model: nn.Module, temperature: float = 1.0) -> Tensor:
-        """Return float32 [N, T]: `scores_of(model, temperature).logprobs`."""
+        """Return log-probs, float32 [N, T]. Same as `scores_of(model, temperature).logprobs`."""
         return self.scores_of(model, temperature).logprobs
 
     def scores_of(
         self, model: nn.Module, temperature: float = 1.0, *, entropy: bool = False, top_k: int | Tensor = 0
     ) -> LogitScores:
-        """Run the model's forward over the tree; return every wanted token's log-prob over the whole vocabulary.
+        """Run the model over the tree; return every wanted token's log-prob over the whole vocabulary.
 
-        Log-probs are differentiable. Logits are computed a tile at a time, in the forward and again in the backward.
+        Log-probs are differentiable. Logits are computed a tile at a time, in the forward and again in the backward pass.
 
         Args:
-            model: `trainer_hooks.tree` is attached to it; or a wrapper of such a model.
+            model: a model with `trainer_hooks.tree` attached, or a wrapper of such a model.
             temperature: divisor of the logits.
-            entropy: also entropies.
-            top_k: also this many most likely tokens; or these tokens, int64 [N, T, k].
+            entropy: also return entropies.
+            top_k: also return the log-probs of this many most likely tokens, or of these tokens, int64 [N, T, k].
 
         Raises:
             EngineStateError: see `inputs`.
@@ -108,10 +111,10 @@ class PackedTree:
         return read_scores(model, self.part(), {"temperature": temperature}, entropy=entropy, top_k=top_k)
 
     def part(self, input_ids: Tensor | None = None, mask: Tensor | None = None) -> Part:
-        """Return the tree in the form of a forward's input.
+        """Return the tree as input of a forward pass.
 
         Args:
-            input_ids: int64 [N, T] of the rows; None: those of the tree.
+            input_ids: token ids of the rows, int64 [N, T]; None: the token ids in the tree.
             mask: bool [N, T]: which of the wanted tokens are requested; None: all.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
@@ -125,15 +128,15 @@ def pack_tree(
     rows: Tensor | None = None,
     routed_experts: Tensor | None = None,
 ) -> PackedTree:
-    """Pack rows as the tree of their common prefixes; O(N·T) array operations, no loop over tokens in Python.
+    """Pack N rows as the tree of their common prefixes, in O(N·T) array operations, without a Python loop over tokens.
 
     Args:
         input_ids: int64 [N, T], padded anywhere.
         real: bool [N, T], False on padding.
-        wanted: bool [N, T], tokens whose log-probs will be requested; a row's first token has none and is left out.
-        rows: int64 [N]: the rows' numbers in a larger batch; None: from 0.
-        routed_experts: int16 [N, W, layers, k] of the tokens of each row from its first on, W at least their number. Rows
-            share a prefix as long as its tokens and their experts are the same.
+        wanted: bool [N, T], tokens whose log-probs will be requested. A row's first token has none and is left out.
+        rows: int64 [N], the rows' numbers in a larger batch; None: 0, 1, 2, …
+        routed_experts: int16 [N, W, layers, k], the k experts of each row's first W tokens, where W is at least the longest
+            row's length. Rows then share a prefix as far as both tokens and experts are the same.
 
     Returns:
         The tree, on the device of `input_ids`.
@@ -179,7 +182,7 @@ def _routes(routed_experts: Tensor, width: int) -> NDArray[np.int16]:
 def _prefixes(
     row: int, tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None
 ) -> bytes:
-    """Return a sort key that makes rows with a common prefix adjacent: token by token, each with its experts."""
+    """Return a sort key that makes rows with a common prefix adjacent: the row's tokens, each followed by its experts."""
     ids = tokens[row, : lengths[row]]
     if routes is None:
         return ids.tobytes()
@@ -191,16 +194,16 @@ class _Forest(NamedTuple):
     """The prefix trees of rows in depth-first order."""
 
     nodes: NDArray[np.int64]
-    """[N, T]: index of each token; -1 after the end of a row."""
+    """[N, T]: index in the forest of each token of each row; -1 after the end of a row."""
     tokens: NDArray[np.int64]
-    """[L] token ids; the fields below are [L] too."""
+    """[L]: token ids of the forest's L tokens; the fields below are [L] too."""
     depths: NDArray[np.int64]
     ends: NDArray[np.int64]
     """The index after the subtree of each token."""
     parents: NDArray[np.int64]
     """The index of each token's parent; -1 for a root."""
     routes: NDArray[np.int16] | None
-    """[L, layers, k]: experts recorded for each token."""
+    """[L, layers, k]: the experts recorded for each token; None: not recorded."""
 
 
 def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:
