@@ -5,7 +5,7 @@
     accelerator.save_state(folder)      also saves the requests in flight of every rank
     accelerator.load_state(folder)      restores them, in a job of the same size
 
-Without communication between ranks: each rank saves and loads its own file when accelerate calls it.
+The ranks do not communicate: each rank saves and loads its own file when accelerate calls the hooks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class AcceleratorAttachment:
-    """Hooks of an Accelerator for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
+    """An Accelerator's hooks for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
         accelerator: the Accelerator.
         manager: the manager that the hooks notify.
-        optimizers: one attachment per torch optimizer that steps the policy.
+        optimizers: the attachments, one per torch optimizer that steps the policy.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ def attach(
     mode: Mode = None,
     checkpoint: bool = True,
 ) -> AcceleratorAttachment:
-    """Hook the optimizers of `accelerator` to raise the policy version of `manager`, and add it to checkpoints.
+    """Hook the optimizers of `accelerator` to raise the policy version of `manager`, and add the manager to checkpoints.
 
-    Requires: `accelerator.prepare` has been called with the optimizer, and `manager` was constructed with the module given
-    to it (DDP and mixed precision keep its parameters; FSDP2 replaces them inside the same module). On several ranks,
-    construct the manager after `prepare`, because `Accelerator()` creates the process group.
+    Requires: `accelerator.prepare` has been called with the optimizer, and `manager` was constructed with the module that
+    was passed to `prepare`. (DDP and mixed precision keep the module's parameters; FSDP2 replaces them inside the same
+    module.) On several ranks, construct the manager after `prepare`, because `Accelerator()` creates the process group.
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `manager.model`.
     Two optimizers of the policy raise the version twice per round.
 
-    With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` and
-    `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` on every rank (its requests in flight). Call it between two `generate`
-    calls. `load_state` needs as many registered objects as were saved, in the same order, and a fresh manager.
+    With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` and, on every rank,
+    `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` with the rank's requests in flight. Call `save_state` between two
+    `generate` calls. `load_state` needs as many registered objects as were saved, in the same order, and a fresh manager.
 
     Args:
-        accelerator: Accelerator whose optimizers are hooked.
-        manager: manager that samples with the weights they step.
-        mode: handling of the KV cache at each step. None: as the rollout is configured.
-        checkpoint: include the manager in `save_state` and `load_state`.
+        accelerator: the Accelerator whose optimizers are hooked.
+        manager: the manager that samples with the weights that these optimizers step.
+        mode: handling of the KV cache at each step. None: the manager's configured mode.
+        checkpoint: whether `save_state` and `load_state` include the manager.
 
     Returns:
         The attachment; `detach()` removes the hooks.
@@ -98,8 +98,8 @@ def attach(
     Raises:
         TypeError: `accelerator` is not an `accelerate.Accelerator`.
         ConfigError: `mode` is not a `KVCacheManagementMode`.
-        ValueError: no optimizer is prepared yet, none steps a parameter of `manager.model`, or one is already attached to
-            this rollout. Nothing is attached then.
+        ValueError: no optimizer is prepared yet, no optimizer steps a parameter of `manager.model`, or an optimizer is
+            already attached to this rollout. Nothing is attached then.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
@@ -134,8 +134,8 @@ class _Saved:
     """An object registered with accelerate that saves and loads one rank's state.
 
     accelerate saves the `state_dict()` of the main process only, which is the part common to all ranks. A pre-save hook,
-    which knows the folder, writes each rank's own file. On loading, a hook records the folder, and `load_state_dict()`,
-    called after the weights have been loaded, reads this rank's file.
+    which gets the folder, writes each rank's own file. On loading, a hook records the folder. After the weights have been
+    loaded, accelerate calls `load_state_dict()`, which reads this rank's file.
     """
 
     def __init__(self, accelerator: Accelerator, manager: RolloutManager) -> None:

@@ -1,8 +1,8 @@
 """Integration with DeepSpeed ZeRO-1, -2 and -3: hooks on the optimizer's own `step()`.
 
-A ZeRO optimizer steps flat copies of the parameters in several steps of an inner torch optimizer, gathers the parameters
-afterwards, and skips the update on a gradient overflow. So the hooks are on its own `step()`, which DeepSpeed's engine
-calls once per accumulated batch. DeepSpeed is not imported: its objects are recognised by their class.
+A ZeRO optimizer updates flat copies of the parameters in several steps of an inner torch optimizer, gathers the parameters
+afterwards, and skips the update on a gradient overflow. So the hooks are on the ZeRO optimizer's own `step()`, which the
+DeepSpeed engine calls once per accumulated batch. DeepSpeed is not imported: its objects are recognised by their class.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
-"""Attributes with the model's parameters (lists of lists), by optimizer class and ZeRO stage."""
+"""The attributes that may hold the model's parameters (lists of lists), depending on optimizer class and ZeRO stage."""
 
 
 def steps_by_itself(optimizer: object) -> bool:
-    """Return whether `optimizer` is one of DeepSpeed's, neither an engine nor a plain torch optimizer."""
+    """Return whether `optimizer` is a DeepSpeed optimizer, and neither a DeepSpeed engine nor a plain torch optimizer."""
     package, _, rest = type(optimizer).__module__.partition(".")
     return package == "deepspeed" and rest.startswith("runtime") and not isinstance(optimizer, nn.Module)
 
@@ -28,7 +28,7 @@ def parameters(optimizer: Any) -> list[nn.Parameter]:
     """Return the model parameters that a DeepSpeed optimizer steps.
 
     Raises:
-        TypeError: this class keeps its parameters elsewhere, or applies its updates asynchronously.
+        TypeError: the optimizer's class keeps its parameters in another attribute, or applies updates asynchronously.
     """
     groups = next((getattr(optimizer, name) for name in _GROUPS if hasattr(optimizer, name)), None)
     if groups is None or "zenflow" in type(optimizer).__module__:
@@ -46,10 +46,10 @@ def overflowed(optimizer: Any) -> bool:
 
 
 class HookedStep:
-    """Replacement of a DeepSpeed optimizer's `step` that calls hooks around it.
+    """A replacement for a DeepSpeed optimizer's `step` that calls hooks before and after the step.
 
     Attributes:
-        hooks: (before, after) pairs, called around every step.
+        hooks: the (before, after) pairs that are called around every step.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -1,10 +1,10 @@
-"""`model.generate` of transformers on the rollout's engine, for every trainer and loop that calls it.
+"""transformers' `model.generate` on the rollout's engine, for every trainer and loop that calls it.
 
     hook = attach(model, manager)       model.generate(...) samples with `manager`, until hook.detach()
 
 `generate` itself still runs: configuration, warnings, checks, expansion, processors and criteria are transformers'. Only the
-loop at its end is replaced, and only for the attached module: a deep copy of it keeps transformers' loop. Calls that the
-engine does not support also run that loop (see `generate_options`), with one warning per reason.
+token loop at its end is replaced, and only for the attached module: a deep copy of the module keeps transformers' loop.
+Calls that the engine does not support also run that loop (see `generate_options`), with one warning per reason.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from trainer_hooks.trl_forward import own_forward
 Fallback = Literal["warn", "raise"]
 
 _HOOKS: WeakKeyDictionary[nn.Module, GenerateHook] = WeakKeyDictionary()
-"""Module → its hook. Found by identity, so that copies have none."""
+"""Module → hook. Modules are compared by identity, so a copy of a module has no hook."""
 _OTHER_LOOPS = {"_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Rows of the last call that the engine served.
+    """The rows of the last call that the engine served.
 
     Attributes:
         prompts, completions: token ids of each row, without padding.
-        logprobs: of each completion token, under softmax(logits / temperature), without truncation or penalties.
-        temperature: divisor of the logits; 0: greedy, and log-probs are of temperature 1.
-        version: policy version that sampled them.
+        logprobs: log-prob of each completion token, under softmax(logits / temperature), without truncation or penalties.
+        temperature: divisor of the logits; 0: greedy decoding, with log-probs at temperature 1.
+        version: policy version that sampled the completions.
     """
 
     prompts: list[list[int]]
@@ -75,10 +75,10 @@ class GenerateHook:
 
     Attributes:
         model: the module whose `generate` runs on the engine.
-        manager: the rollout that samples.
-        served: calls that the engine has served.
-        fallbacks: reason → number of calls that ran transformers' loop.
-        last: rows of the last served call; None: there was none.
+        manager: the manager that samples.
+        served: number of calls that the engine has served.
+        fallbacks: reason → number of calls that ran transformers' loop for this reason.
+        last: the rows of the last served call; None: no call has been served.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager, fallback: Fallback) -> None:
@@ -230,7 +230,7 @@ class GenerateHook:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Return the logits [N, V] of every step, from one forward; they equal those of transformers' loop."""
+        """Return the logits [N, V] of every step, from one forward pass; they equal the logits of transformers' loop."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask
@@ -247,7 +247,7 @@ class GenerateHook:
         """Count a call that the engine does not support.
 
         Raises:
-            ConfigError: with `fallback="raise"`.
+            ConfigError: `fallback` is "raise".
         """
         # Keep only the part before the colon: messages contain numbers, so each call would otherwise count (and warn)
         # as a new reason.
@@ -274,25 +274,26 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     Served: greedy decoding and sampling with temperature, top-k, top-p, min-p, repetition penalty, minimum lengths,
     suppressed tokens, end-of-sequence ids, stop strings; left padding, `num_return_sequences`, `return_dict_in_generate`
     with `scores` and `logits`, images. Other calls run transformers' loop. `use_cache` and `cache_implementation` have no
-    effect, `past_key_values` of the output is None, and there is no dropout, even in training mode.
+    effect, the output's `past_key_values` is None, and there is no dropout, even in training mode.
 
-    Greedy tokens equal transformers'. Sampled tokens have the same distribution, from seeds drawn from torch's CPU
-    generator: `torch.manual_seed` and the trainer's checkpoint of it make runs repeatable. Equal prompts of a batch are
-    computed once. The KV cache is off the device when `generate` returns. On several ranks every rank calls it.
+    Greedy tokens equal transformers'. Sampled tokens have the same distribution. Their seeds are drawn from torch's CPU
+    generator, so `torch.manual_seed` and the generator state in the trainer's checkpoint make runs repeatable. Equal prompts
+    in a batch are computed once. When `generate` returns, the KV cache is off the device. On several ranks every rank calls
+    `generate`.
 
-    Weight updates need no announcement: a step of any torch optimizer over the model's parameters, and any in-place change
-    that torch counts, raises the policy version at the next call; other changes are found by `Advanced.weight_fingerprints`.
+    Weight updates need no announcement. A step of any torch optimizer over the model's parameters, and any in-place change
+    that torch counts, raises the policy version at the next call. `Advanced.weight_fingerprints` find other changes.
 
     Args:
         model: the model, or its wrapper.
-        manager: samples with the model's weights.
-        fallback: for calls that the engine does not support. `warn`: run transformers' own loop, with one warning per reason
-            and a count in `fallbacks`. `raise`: raise `ConfigError`.
+        manager: the manager that samples with the model's weights.
+        fallback: what to do if the engine does not support a call. `warn`: run transformers' own loop, with one warning per
+            reason and a count in `fallbacks`. `raise`: raise `ConfigError`.
 
     Raises:
         ConfigError: `fallback` is unknown.
-        TypeError: the model has no `generate` of transformers, or its class replaces the loop.
-        ValueError: `manager` samples with another model, or the model is attached already.
+        TypeError: the model has no transformers `generate`, or the model's class replaces the loop.
+        ValueError: `manager` samples with another model, or the model is already attached.
     """
     if fallback not in ("warn", "raise"):
         raise ConfigError(f"fallback={fallback!r}: must be 'warn' or 'raise'")
@@ -315,9 +316,9 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 
 
 class _Changes:
-    """Detects any change of a model's weights.
+    """A detector of changes to a model's weights.
 
-    Fused optimizers do not raise the version counters of tensors, so steps of torch's optimizers are recorded too.
+    Fused optimizers do not raise the version counters of tensors, so the steps of torch optimizers are recorded too.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager) -> None:
@@ -331,7 +332,7 @@ class _Changes:
         self._handle.remove()
 
     def announce(self) -> None:
-        """Raise the policy version if the weights have changed since `note` and it was not raised."""
+        """Raise the policy version if the weights have changed since `note` without raising it."""
         if self._known is None:
             return
         version, state = self._known
@@ -339,7 +340,7 @@ class _Changes:
             self._manager.weights_updated()
 
     def note(self) -> None:
-        """Remember the current addresses and version counters of the weights."""
+        """Record the current addresses and version counters of the weights."""
         self._known = self._manager.policy_version, self._state()
         self._stepped = False
 
@@ -362,7 +363,7 @@ class _Changes:
 
 
 def _wrap(model_class: type) -> None:
-    """Wrap the generation loops of a class: each first checks whether its module has a hook. Harmless when repeated."""
+    """Wrap a class's generation loops, so that each first checks whether the module has a hook. Harmless when repeated."""
     of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
@@ -417,7 +418,7 @@ def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def _unwrap(model_class: type) -> None:
-    """Restore a class's own loops if none of its modules has a hook any more."""
+    """Restore a class's own loops if no module of the class has a hook any more."""
     if any(isinstance(module, model_class) for module in _HOOKS):
         return
     for name in ("_sample", "_prepare_multimodal_encoder_kwargs_for_generation", *_OTHER_LOOPS):

@@ -1,7 +1,7 @@
 """Translates a prepared call of transformers' `generate` into `SamplingParams`, or gives the reason why it cannot.
 
-`generate` merges some eighty options into two lists before it samples. Only these lists are read, by exact type: a subclass,
-or anything else in them, may have another effect.
+`generate` merges some eighty options into two lists before it samples: logits processors and stopping criteria. Only these
+lists are read. Their elements are recognised by exact type, because a subclass may have another effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from rollout import ConfigError, SamplingParams
 
 BANNED = -1e9
-"""Logit bias of a suppressed token."""
+"""The logit bias of a suppressed token."""
 PENALTIES, TEMPERATURE, TOP_K, TOP_P, MIN_P, LAST = range(6)
 STAGES: dict[type, int] = {
     RepetitionPenaltyLogitsProcessor: PENALTIES,
@@ -45,25 +45,25 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""Processor → its place in the engine's order. Processors with the same place can be exchanged."""
+"""Logits processor → place in the engine's order. Processors with the same place can be exchanged."""
 CACHES = ("cache", "past_key_values", "cache_params")
-"""Names of the KV cache: transformers' since 5.24, the earlier one, and the one of models without attention."""
+"""The argument names of the KV cache: since transformers 5.24, before it, and for models without attention."""
 COMPUTED = frozenset({
     *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
 })  # fmt: skip
-"""Arguments that `generate` prepares, or that follow from the token ids or the criteria."""
+"""The arguments that `generate` prepares, or that follow from the token ids or the criteria."""
 
 
 class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
-    """Raised for a call that the engine does not support; the message gives the reason."""
+    """The exception for a call that the engine does not support; the message gives the reason."""
 
 
 def check_arguments(config: GenerationConfig, streamer: object, given: dict[str, Any]) -> None:
-    """Check the arguments of `generate` outside of the two lists.
+    """Check the arguments of `generate` that are not in the two lists.
 
     Raises:
-        NotServed: names the argument.
+        NotServed: an argument is not supported; the message names it.
     """
     if streamer is not None:
         raise NotServed("streamer=")
@@ -87,16 +87,18 @@ def sampling_params(
     padding: Tensor,
     vocab: int,
 ) -> tuple[SamplingParams, StopStringCriteria | None]:
-    """Return the parameters of one sample, and the criterion of stop strings.
+    """Return the parameters for one sample, and the stop-string criterion (None if there is none).
 
     Args:
         config: generation configuration that the two lists were made from.
-        width: columns of the padded prompts.
-        padding: int64 [N], padded columns on the left of each prompt.
-        vocab: tokens of the model.
+        processors: the logits processors.
+        criteria: the stopping criteria.
+        width: number of columns of the padded prompts.
+        padding: int64 [N], number of padded columns on the left of each prompt.
+        vocab: number of tokens in the model's vocabulary.
 
     Raises:
-        NotServed: names the processor, the criterion or the value.
+        NotServed: a processor, a criterion or a value is not supported; the message names it.
     """
     length, eos, stop = _stopping(criteria, vocab)
     if length <= width:

@@ -1,4 +1,4 @@
-"""Rows of a call of transformers' `generate` as prompts of the rollout: without padding, each with its own images."""
+"""The rows of a transformers `generate` call as prompts for the rollout: without padding, each with its own images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from trainer_hooks.trl_images import images_of_rows
 
 
 class Pixels(dict[str, Any]):
-    """Encoded images of a call, and the tensors that they were encoded from.
+    """The encoded images of a call, and the tensors that they were encoded from.
 
     `generate` encodes images before it expands rows, and drops the tensors that the engine needs.
 
     Attributes:
-        taken: arguments of the encoder, by name.
-        given: all model arguments before the encoder.
+        taken: the arguments that the image encoder took, by name.
+        given: all model arguments before the image encoder ran.
+        sizes: for each kind of output, the number of embeddings of each image.
     """
 
     def __init__(self, encoded: Mapping[str, Any], taken: Iterable[str], given: dict[str, Any]) -> None:
@@ -38,9 +39,9 @@ class Row:
     """One row of a batch.
 
     Attributes:
-        tokens: prompt without padding.
-        images: images of the prompt; None: no images.
-        tail: existing tokens after the prompt.
+        tokens: token ids of the prompt, without padding.
+        images: the images of the prompt; None: no images.
+        tail: token ids that were already generated after the prompt.
     """
 
     tokens: list[int]
@@ -48,18 +49,18 @@ class Row:
     tail: list[int] = field(default_factory=list)
 
     def continued(self, tail: list[int]) -> Row:
-        """Return the row with tokens after its prompt."""
+        """Return the row with `tail` after its prompt."""
         return replace(self, tail=list(tail))
 
     @property
     def prompt(self) -> Any:
-        """The prompt in the form for `RolloutManager.generate`."""
+        """The prompt, with the tail, in the form that `RolloutManager.generate` takes."""
         tokens = [*self.tokens, *self.tail]
         return tokens if self.images is None else {"input_ids": tokens, **self.images.tensors}
 
 
 def grouped(rows: Sequence[Row], params: Sequence[SamplingParams]) -> Iterable[list[int]]:
-    """Group the indices of rows with equal prompts, images and parameters, ordered by the first of each group."""
+    """Group the indices of rows with equal prompts, images and parameters; order the groups by their first index."""
     groups: dict[Any, list[int]] = {}
     for number, (row, chosen) in enumerate(zip(rows, params, strict=True)):
         digest = None if row.images is None else row.images.digest
@@ -73,11 +74,11 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
 
     Args:
         input_ids: [N, T], padded on the left where `attention_mask` is 0.
-        given: model arguments that `generate` prepared.
-        copies: adjacent rows that `generate` made from each prompt (`num_return_sequences`).
+        given: the model arguments that `generate` prepared.
+        copies: number of adjacent rows that `generate` made from each prompt (`num_return_sequences`).
 
     Raises:
-        NotServed: padding elsewhere, positions of the caller's own, or images that cannot be split into rows.
+        NotServed: some padding is not on the left, the caller passed positions, or images cannot be split into rows.
     """
     mask = given.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -110,7 +111,7 @@ def _check_positions(
 
 
 def _images(model: Any, input_ids: Tensor, pixels: Pixels) -> list[ImageInputs | None]:
-    """Return the images of each row: as many as it has placeholders for."""
+    """Return the images of each row: as many as fill the row's placeholders."""
     if set(pixels.sizes) != {"image"}:
         raise NotServed(f"{', '.join(sorted(pixels.sizes))} in one batch: only images are split into rows")
     wanted = (input_ids == model.config.image_token_id).sum(1).tolist()

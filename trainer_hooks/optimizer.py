@@ -5,8 +5,8 @@
      ├ the optimizer changes the weights
      └ after     manager.weights_updated()              only if the weights were updated: version + 1
 
-An attachment depends on the optimizer and the protocol `Rollout` only. Gradient accumulation, learning rate schedules and
-closures need no handling: torch calls the hooks of the optimizer that really steps.
+An attachment depends only on the optimizer and the protocol `Rollout`. Gradient accumulation, learning rate schedules and
+closures need no handling, because torch calls the hooks only when the optimizer actually steps.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from trainer_hooks import deepspeed
 
 
 class Rollout(Protocol):
-    """Interface of a rollout that the optimizer hooks require; `RolloutManager` and `LLM` implement it."""
+    """The interface of a rollout that the optimizer hooks require; `RolloutManager` and `LLM` implement it."""
 
     @property
     def model(self) -> torch.nn.Module:
         """The module that samples; the optimizer steps its parameters."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
-        """Suspend before the weights change, with this KV cache mode. None: the configured mode."""
+        """Suspend before the weights change. `mode`: the KV cache mode; None: the configured mode."""
 
     def weights_updated(self) -> object:
         """Raise the policy version after the weights have changed."""
 
 
 class Attachment:
-    """Step hooks of an optimizer for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
+    """An optimizer's step hooks for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
         optimizer: the torch or DeepSpeed optimizer with the hooks.
         manager: the manager that the hooks notify.
-        mode: passed to `manager.before_optimizer_step`.
+        mode: the KV cache mode that is passed to `manager.before_optimizer_step`; None: the configured mode.
         steps: number of steps that changed the weights since the attachment.
     """
 
@@ -90,10 +90,10 @@ class Attachment:
 
 
 def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachment:
-    """Hook `optimizer` so that every step suspends `manager` before it and raises the policy version after it.
+    """Hook `optimizer`: before every step `manager` is suspended, and after the step its policy version is raised.
 
-    Requires a torch optimizer, or a wrapper with one as `.optimizer` (accelerate's `AcceleratedOptimizer`), that holds
-    parameters of `manager.model`. Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
+    Requires a torch optimizer that holds parameters of `manager.model`, or a wrapper with such an optimizer as `.optimizer`
+    (accelerate's `AcceleratedOptimizer`). Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
     parameters. With DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both).
 
     These steps do not count: a step of a torch optimizer without gradients; a step skipped by `GradScaler`; a step that
@@ -102,9 +102,9 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
     raise the version twice per round.
 
     Args:
-        optimizer: optimizer, wrapper or DeepSpeed engine whose steps count.
-        manager: manager that samples with the weights that the optimizer steps: a manager, an `LLM` or an `AsyncLLM`.
-        mode: handling of the KV cache at each step. None: as the rollout is configured.
+        optimizer: the optimizer, wrapper or DeepSpeed engine whose steps count.
+        manager: the `RolloutManager`, `LLM` or `AsyncLLM` that samples with the weights that the optimizer steps.
+        mode: handling of the KV cache at each step. None: the manager's configured mode.
 
     Returns:
         The attachment; `detach()` removes the hooks.
@@ -113,7 +113,7 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
         TypeError: `optimizer` neither is nor wraps a torch optimizer, or is a DeepSpeed optimizer whose updates cannot be
             observed.
         ConfigError: `mode` is not a `KVCacheManagementMode`.
-        ValueError: it steps no parameter of `manager.model`, or is already attached to this rollout.
+        ValueError: `optimizer` steps no parameter of `manager.model`, or is already attached to this rollout.
     """
     inner = _innermost(optimizer)
     chosen = KVCacheManagementMode.parse(mode)
@@ -125,7 +125,7 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
 
 
 def stepped_parameters(optimizer: object) -> set[int]:
-    """Return `id()` of the model parameters that `optimizer`, or the one it wraps, steps."""
+    """Return the `id()`s of the model parameters that `optimizer`, or the optimizer inside the wrapper, steps."""
     return _stepped(_innermost(optimizer))
 
 

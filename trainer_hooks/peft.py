@@ -1,4 +1,4 @@
-"""Integration with PEFT adapters: the rollout samples with them active, nothing is merged.
+"""Integration with PEFT: the rollout samples with the active adapters, without merging them into the weights.
 
     model = get_peft_model(model, LoraConfig(...))
     manager = RolloutManager(model, tokenizer, config)      the PeftModel itself, or a model with injected adapters
@@ -7,8 +7,8 @@
         reference = batch.logprobs_of(model)
 
 The engine reads the active adapters from the model, however they were switched, and separates the prefix cache by adapter.
-Unlike PEFT's own switches, `adapter` synchronises the ranks and never changes `requires_grad`, without which an optimizer
-silently misses gradients.
+Unlike PEFT's own switches, `adapter` synchronises the ranks and never changes `requires_grad`. A parameter without
+`requires_grad` would silently get no gradient.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ if TYPE_CHECKING:
 
 @contextmanager
 def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) -> Iterator[None]:
-    """Activate the adapter `name` inside the block, for the trainer's forward and for `manager.generate`.
+    """Activate the adapter `name` inside the block, for the trainer's forward pass and for `manager.generate`.
 
     Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged. Sets
     the active adapter and the disabled flag of every adapted layer and restores both on exit, even after an exception. No
     parameter and no `requires_grad` flag changes. Contexts may be nested.
 
     Requests in flight belong to the adapter under which they were accepted: they wait during the block and continue
-    afterwards in their order. When something is generated inside the block, running requests lose their KV cache, except for
-    blocks in the prefix cache. So generate whole batches inside the block (`generate` without `min_groups`): a call that
-    waits for requests from outside raises `EngineStateError`. Requests left in flight inside the block wait until the same
-    adapter is active again.
+    after it in their order. A `generate` inside the block frees their KV cache, except for blocks in the prefix cache. So
+    generate whole batches inside the block (`generate` without `min_groups`): a call that waits for requests from outside
+    raises `EngineStateError`. Requests left in flight inside the block wait until the same adapter is active again.
 
-    On several ranks every rank must enter and leave the block, as with `manager.pause()`; a rank that leaves it by an
-    exception skips the barrier.
+    On several ranks every rank must enter and leave the block, as with `manager.pause()`. A rank that leaves the block by an
+    exception does not wait for the others.
 
     Args:
-        manager: manager that samples with the model; for an `LLM`, its `engine`.
-        name: name of an adapter of the model. None: disable all adapters.
+        manager: the manager that samples with the model; for an `LLM`, its `engine`.
+        name: name of one of the model's adapters. None: disable all adapters.
 
     Raises:
-        ValueError: the model has no such adapter, or no adapters, or one is merged.
-        TypeError: an adapter's type needs more than a flag to be switched.
+        ValueError: the model has no such adapter or no adapters at all, or an adapter is merged.
+        TypeError: switching an adapter of this type takes more than setting a flag.
         DeadlineError, EngineStateError: other ranks have not entered or left the same block.
     """
     model = manager.model
@@ -70,9 +69,9 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""Attributes that hold the active adapter: two of layers, two of PEFT's models."""
+"""The attributes that hold the active adapter: two in layers, two in PEFT's models."""
 _ABSENT = object()
-"""Marks an attribute that is a class default, which must not become an instance attribute."""
+"""A marker for an attribute that the instance inherits from its class, and must not have itself after the block."""
 
 
 def _switches(model: nn.Module) -> list[Any]:

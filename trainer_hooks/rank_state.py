@@ -25,10 +25,10 @@ class RankFile:
 
     Attributes:
         folder: checkpoint folder.
-        stem: common prefix of all ranks' file names.
+        stem: the common prefix of all ranks' file names.
         rank: rank of this process, from 0.
         size: number of ranks.
-        without: for error messages: how to start with nothing in flight and policy version 0 instead.
+        without: instructions, for error messages, how to start without the file: nothing in flight, policy version 0.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class RankFile:
         return bool(self._all())
 
     def write(self, manager: RolloutManager) -> None:
-        """Save the rollout's state without disturbing it; remove files with this stem from jobs of another size."""
+        """Save the rollout's state, which does not change; remove files with this stem from jobs of another size."""
         fields = {"policy_version": manager.policy_version, "state": manager.state_dict()}
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
@@ -66,10 +66,10 @@ class RankFile:
 
         Args:
             manager: a new manager, with nothing in flight.
-            policy_version: policy version of the rest of the checkpoint. None: not checked.
+            policy_version: policy version that the rest of the checkpoint has. None: not checked.
 
         Raises:
-            FileNotFoundError: there is no file of this rank and job size; the message lists the existing ones.
+            FileNotFoundError: there is no file for this rank and job size; the message lists the existing files.
             SerializationError: the file is damaged, or its policy version differs from the rest of the checkpoint.
             EngineStateError, ConfigError, InvalidRequestError: see `RolloutManager.load_state_dict`.
         """

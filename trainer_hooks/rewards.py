@@ -1,11 +1,10 @@
-"""Rewards in other processes, with a timeout per call: for `generate_scored`, in parallel to the engine's steps, and for
-TRL.
+"""Rewards computed in other processes, with a timeout per call: for TRL, and for `generate_scored` in parallel to steps.
 
     with RewardPool(reward, processes=4, timeout_s=10.0) as pool:
         manager.generate_scored(tasks, pool, params, groups=32)
         GRPOTrainer(model, pool, ...)
 
-A thread per process sends it one call at a time. If a call takes too long, its process is killed and replaced.
+Each process has a thread that sends it one call at a time. If a call takes too long, the process is killed and replaced.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from rollout import ConfigError
 
 Rewards = list[float]
 NOT_PASSED = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
-"""TRL arguments that belong to the trainer's process."""
+"""The TRL arguments that are not passed on, because they exist only in the trainer's process."""
 
 
 class RewardPool:
     """A reward function that runs in other processes.
 
     Args:
-        reward: as for `generate_scored` (samples of a group → numbers) or TRL (columns of rows → numbers). It and its
-            arguments are pickled, so it must be a function of a module.
-        processes: calls at the same time.
+        reward: a reward function as for `generate_scored` (samples of a group → numbers) or as for TRL (columns of rows →
+            numbers). It is pickled together with its arguments, so it must be a module-level function.
+        processes: number of processes, and so of simultaneous calls.
         timeout_s: seconds that one call may take.
-        on_timeout: reward of every sample of a call that took longer. None: raise `TimeoutError`.
+        on_timeout: reward of every sample in a call that takes longer. None: raise `TimeoutError`.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -61,11 +60,11 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="rewards")
 
     def submit(self, samples: Sequence[Any]) -> Future[Rewards]:
-        """Start computing the rewards of a group; the future raises the function's exception, or `TimeoutError`."""
+        """Start computing the rewards of a group; the future raises the reward function's exception, or `TimeoutError`."""
         return self._threads.submit(self._call, len(samples), (list(samples),), {})
 
     def __call__(self, *, completions: Sequence[Any], **columns: Any) -> Rewards:
-        """Return rewards of rows, for TRL. The rows of one prompt are one call of the reward function."""
+        """Return the rewards of rows, as TRL requires. The reward function is called once per prompt, with its rows."""
         rows = {name: value for name, value in columns.items() if name not in NOT_PASSED} | {"completions": completions}
         prompts = columns.get("prompts", completions)
         futures = []

@@ -29,43 +29,44 @@ if TYPE_CHECKING:
     from rollout import RolloutManager
 
 STEM = "rollout"
-"""Prefix of the rollout's files in a checkpoint folder."""
+"""The prefix of the rollout's files in a checkpoint folder."""
 STATE_FILE = "trainer_state.json"
-"""The Trainer's own state file in a checkpoint folder."""
+"""The name of the Trainer's own state file in a checkpoint folder."""
 
 
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]
-    """Trainer callback of a rollout: `trainer.add_callback(RolloutCallback(manager))`, or in the Trainer's `callbacks`.
+    """A Trainer callback for a rollout: `trainer.add_callback(RolloutCallback(manager))`, or in the Trainer's `callbacks`.
 
-    Requires: `manager` was constructed with the very model object given to the Trainer, after the Trainer's constructor has
+    Requires: `manager` was constructed with the model object that the Trainer has, after the Trainer's constructor has
         moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If the
-        Trainer shards the model by FSDP2, `manager` must be a RolloutManager, which adapts at its next `generate`; other
-        ways of sharding raise there.
+        Trainer shards the model by FSDP2, `manager` must be a RolloutManager, whose next `generate` adapts to the sharding;
+        with other kinds of sharding, that `generate` raises.
 
     Changes: hooks the Trainer's torch optimizer during training (`trainer_hooks.optimizer`). Loading weights by
     `load_best_model_at_end` raises the version by one.
 
-    With `log`, metrics since the Trainer's previous log of a training loss are added to
-    `state.log_history`, to the `logs` given to later callbacks, and, if the Trainer reports to wandb, to the run of this
-    process under their own names. Other reporters are called before user callbacks: for them, use
+    With `log`, the metrics since the Trainer last logged a training loss are added to `state.log_history` and to the `logs`
+    that later callbacks get. If the Trainer reports to wandb, they are also added to this process's run, under their own
+    names. Other reporters are called before user callbacks; to give them the metrics, use
     `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics come from the main process.
 
-    With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack` to the Trainer's checkpoint folder: its requests in
-    flight. `train(resume_from_checkpoint=...)` restores them; it requires a new manager and the same number of ranks.
+    With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack`, with its requests in flight, to the Trainer's
+    checkpoint folder. `train(resume_from_checkpoint=...)` restores them; it requires a new manager and the same number of
+    ranks.
 
     After an exception in training the Trainer calls no callback: the hooks stay until the next `train()`, `detach()`, or the
     end of a `with callback:` block around `train()`.
 
     Args:
-        manager: manager that samples with the weights that the Trainer trains.
-        mode: handling of the KV cache at each step. None: as the rollout is configured.
-        log: whether metrics are logged, or the names of those to log.
+        manager: the manager that samples with the weights that the Trainer trains.
+        mode: handling of the KV cache at each step. None: the manager's configured mode.
+        log: whether metrics are logged, or the names of the metrics to log.
         checkpoint: whether checkpoints include the rollout.
         resume_from_checkpoint: checkpoint folder, needed if it is neither `args.resume_from_checkpoint` nor in
-            `args.output_dir`: the Trainer does not pass the folder to callbacks. Used only if the Trainer resumes.
+            `args.output_dir`, because the Trainer does not pass the folder to callbacks. Used only if the Trainer resumes.
 
     Attributes:
-        attachment: the optimizer's attachment during training, else None.
+        attachment: the attachment to the optimizer during training; None otherwise.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the metrics since the previous log; see the class."""
+        """Add the metrics since the previous log, as the class docstring describes."""
         if not self._log or self.attachment is None or logs is None or "loss" not in logs:
             return
         metrics = self._join(logs, state)
@@ -156,7 +157,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     # --- internals ----------------------------------------------------------------------------------------------
 
     def _join(self, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
-        """Add the selected metrics to a log and to its entry in the history; return them."""
+        """Add the selected metrics to a log and to the log's entry in the history; return the metrics."""
         metrics = self.manager.metrics()
         if isinstance(self._log, frozenset):
             metrics = {name: value for name, value in metrics.items() if name in self._log}

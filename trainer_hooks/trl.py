@@ -3,7 +3,7 @@
     attach(trainer, manager)                                replaces TRL's vLLM: log-probs correct the loss
     attach(trainer, manager, tree=True)                     ... and the log-prob pass trains each prompt once
     attach(trainer, manager, keep=rewards_differ)           ... and groups of equal rewards are replaced (DAPO)
-    attach(trainer, manager, replay=False)                  ... and truncated sampling is trained on as if it were whole
+    attach(trainer, manager, replay=False)                  ... and truncated sampling is trained on as if not truncated
     attach(another_trainer, manager)                        its model.generate runs on the engine (`trl_generate`)
 
     a generation      a prompt's group is one request of n samples; KV memory is released afterwards
@@ -50,9 +50,9 @@ from trainer_hooks.trl_rows import GeneratedRows
 
 
 class TrlAttachment:
-    """Generation backend of a GRPOTrainer, until `detach()` or the end of the `with` block. Created by `attach`.
+    """A GRPOTrainer's generation backend, until `detach()` or the end of the `with` block. Created by `attach`.
 
-    Implements the interface of TRL's vLLM generation object.
+    It implements the interface of TRL's vLLM generation object.
 
     Attributes:
         trainer: the GRPOTrainer.
@@ -79,7 +79,7 @@ class TrlAttachment:
 
     @property
     def discarded(self) -> int:
-        """The number of groups of this rank that `keep` has rejected and other prompts have replaced."""
+        """The number of this rank's groups that `keep` has rejected, so that other prompts replaced them."""
         return 0 if self._full is None else self._full.discarded
 
     @property
@@ -100,7 +100,7 @@ class TrlAttachment:
     # --- methods that TRL calls on its generation object --------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """No-op: the rollout samples with the weights that the trainer steps."""
+        """Do nothing: the rollout samples with the weights that the trainer steps."""
 
     def generate(
         self,
@@ -111,8 +111,10 @@ class TrlAttachment:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], list[list[list[int]]]]:
         """Complete every prompt once, in order; adjacent equal prompts form one group.
 
-        TRL has already repeated every prompt `num_generations` times. Returns prompts, completions, log-probs and token ids,
-        the last two with a list of one entry per token.
+        TRL has already repeated every prompt `num_generations` times.
+
+        Returns:
+            (prompts, completions, log-probs, token ids). The last two have, for each token, a list with one entry.
         """
         with profiler or nullcontext():
             completions, logprobs = self.sample(prompts, images)
@@ -124,7 +126,7 @@ class TrlAttachment:
     ) -> tuple[list[list[int]], list[list[float | None]]]:
         """Return completions and their log-probs (see `sampling_params`); None replaces a log-prob that is not finite.
 
-        With `on_error="mask"`, a failed row is one end-of-sequence token.
+        With `on_error="mask"`, a failed row has a single end-of-sequence token.
         """
         params = sampling_params(self.trainer, replay=self._replays_kept)
         groups = prompt_groups(self.trainer, prompts, images)
@@ -156,7 +158,7 @@ class TrlAttachment:
     # --- the rollout_func that TRL calls ------------------------------------------------------------------------
 
     def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
-        """Complete the dataset's prompts, texts or chats, each once; `env_mask` excludes failed rows from the loss.
+        """Complete each prompt of the dataset (a text or a chat) once; `env_mask` excludes failed rows from the loss.
 
         Raises:
             ValueError: the prompts contain images.
@@ -175,7 +177,7 @@ class TrlAttachment:
     # --- internals ----------------------------------------------------------------------------------------------
 
     def take_vllms_place(self, correction: str) -> None:
-        """Make TRL generate with this object and correct the loss by its log-probs, in the mode `correction`."""
+        """Make TRL generate with this object and correct the loss by the sampling log-probs, in the mode `correction`."""
         # Set mode "server": in mode "colocate" TRL would read the maximum sequence length from vLLM's engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
         self._put(vllm_importance_sampling_mode=correction)
@@ -193,7 +195,12 @@ class TrlAttachment:
         self._full = full
 
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
-        """Make TRL compute log-probs over prefix trees, over kept tokens, and with the routes that the rollout records."""
+        """Make TRL compute log-probs over prefix trees or kept tokens, and with the routes that the rollout records.
+
+        Args:
+            trees: whether log-probs are computed over prefix trees.
+            kept: whether log-probs are over kept tokens.
+        """
         trainer, routes = self.trainer, self.manager.config.record_routes
         self._replays_kept = kept
         rows = GeneratedRows(trainer, kept=kept, routes=routes)
@@ -225,7 +232,7 @@ class TrlAttachment:
             setattr(self.trainer, name, value)
 
     def _observed(self, scored: dict[str, Any]) -> dict[str, Any]:
-        """Record the metric `rollout/logprob_diff` from TRL's log-probs of the last batch; return `scored`."""
+        """Record the metric `rollout/logprob_diff` from TRL's log-probs for the last batch; return `scored`."""
         trained, batch = scored.get("old_per_token_logps"), self._batch
         self._batch = None
         # Skip tool loops, in which `batch` covers only one turn.
@@ -239,7 +246,7 @@ class TrlAttachment:
         return scored
 
     def _without_failed(self, rewards_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap the reward function to return NaN for failed rows: excluded from the group's mean, with advantage 0."""
+        """Wrap the reward function to return NaN for failed rows, which excludes them from the group's mean and gradient."""
 
         def calculate(*args: Any, **kwargs: Any) -> Tensor:
             rewards = rewards_of(*args, **kwargs)
@@ -265,53 +272,55 @@ def attach(
 ) -> TrlAttachment | TrlGenerateAttachment:
     """Make `trainer` generate with `manager`; correct a GRPOTrainer's loss by the rollout's log-probs.
 
-    For trainers that call `model.generate` (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD), that call runs on
-    the engine (`trainer_hooks.generate`), the optimizer is followed, and logs and checkpoints include the rollout. Old
-    log-probs of RLOO and SDPO are the rollout's if that is exact: in float32, without autocast. The following is about
-    GRPOTrainer.
+    Other trainers (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD) call `model.generate`, which then runs on
+    the engine (`trainer_hooks.generate`). Their optimizer steps raise the policy version, and their logs and checkpoints
+    include the rollout. RLOO and SDPO get the rollout's log-probs as old log-probs if these are exact: in float32, without
+    autocast. The rest of this docstring is about GRPOTrainer.
 
     Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a manager of its model: `RolloutManager(trainer.model,
-    tokenizer, ...)`. Call it before `train()`, or in a callback's `on_train_begin`; on several ranks, on each of them.
+    tokenizer, ...)`. Call `attach` before `train()`, or in a callback's `on_train_begin`; on several ranks, on every rank.
 
     Changes: `manager` takes the place of the trainer's vLLM, so GRPOConfig's `vllm_importance_sampling_*` options apply (the
-    correction is on by default) and the metrics `sampling/*` are logged. TRL's tool loop and `evaluate()` generate with it
-    too. A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every
-    training log; if the trainer already has a `RolloutCallback(manager, ...)`, that callback is used.
+    correction is on by default) and the metrics `sampling/*` are logged. TRL's tool loop and `evaluate()` also generate with
+    `manager`. A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every
+    training log. If the trainer already has a `RolloutCallback(manager, ...)`, that callback is used.
 
-    Sampling follows GRPOConfig and ends with the trainer's `eos_token_ids`; random streams derive from
-    `InferenceConfig.seed`. If the sampling distribution differs from the trained one and is not replayed, a warning is
-    issued, and log-probs are of the trained distribution (see `sampling_params`).
+    Sampling follows GRPOConfig and stops at the trainer's `eos_token_ids`. Random streams derive from
+    `InferenceConfig.seed`. If the sampling distribution differs from the trained distribution and is not replayed, a warning
+    is issued, and log-probs are over the trained distribution (see `sampling_params`).
 
     With `checkpoint`, the trainer's checkpoints contain the policy version and the random streams. A manager with policy
-    version 0 restores them when `train(resume_from_checkpoint=...)` finds them; otherwise a warning is issued and the
+    version 0 restores them when `train(resume_from_checkpoint=...)` finds them. Otherwise a warning is issued and the
     version continues from the trainer's step.
 
     Args:
-        trainer: GRPOTrainer, before training.
-        manager: manager that samples with the module that the trainer trains.
-        mode: handling of the KV cache while the trainer trains. None: as the rollout is configured.
-        on_error: `raise`: a failed completion raises `RolloutFailedError` in `train()`. `mask`: its row becomes one token
-            outside the loss, without a reward, and does not affect its group's advantages.
-        log: whether metrics are added to the trainer's logs, or the names of those to add.
+        trainer: a GRPOTrainer, before training, or another of the trainers above.
+        manager: the manager that samples with the module that the trainer trains.
+        mode: handling of the KV cache while the trainer trains. None: the manager's configured mode.
+        on_error: `raise`: a failed completion raises `RolloutFailedError` in `train()`. `mask`: the row of a failed
+            completion becomes one token outside the loss, without a reward, and does not affect the group's advantages.
+        log: whether metrics are added to the trainer's logs, or the names of the metrics to add.
         checkpoint: whether the trainer's checkpoints contain the rollout's state.
-        tree: whether the trainer's log-probs (of the loss, the old and the reference policy) are computed over prefix trees
-            (`trainer_hooks.tree`). The gain is full when a micro-batch holds the whole generation batch.
-        replay: whether the same log-probs are of the distribution after `top_k`, `top_p`, `min_p` and penalties. Every
-            completion then carries its kept tokens. None: if one of the first three truncates, except (with a warning) with
-            tools, a load-balancing loss or a Liger loss. Expert routes are replayed too if the rollout records them.
-        keep: whether a group of completions is worth training on (`rollout.rewards_differ`); others are replaced by other
-            prompts of the training set, as in DAPO, until four times the batch is discarded. None: every group counts.
+        tree: whether the trainer's log-probs (for the loss, the old and the reference policy) are computed over prefix trees
+            (`trainer_hooks.tree`). This saves most when a micro-batch holds the whole generation batch.
+        replay: whether the trainer's log-probs are over the distribution after `top_k`, `top_p`, `min_p` and penalties.
+            Every completion then carries its kept tokens. None: replay if `top_k`, `top_p` or `min_p` truncates, except
+            (with a warning) with tools, a load-balancing loss or a Liger loss. Expert routes are replayed too if the rollout
+            records them.
+        keep: function that returns whether a group of completions is worth training on (`rollout.rewards_differ`). Rejected
+            groups are replaced by other prompts from the training set, as in DAPO, until four times the batch has been
+            discarded. None: every group counts.
         fallback: for trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
 
     Returns:
         The attachment; `detach()` restores the trainer's original state.
 
     Raises:
-        TypeError: `trainer` lacks attributes of TRL 1.16's GRPOTrainer, or is not a trainer; or a reward function does not
-            take what TRL passes.
-        ConfigError: `mode`, `on_error` or an option of GRPOConfig is unknown or unsupported; or an option is only for
-            GRPOTrainer, and the trainer is another.
-        UnsupportedModelError: `tree`, and a layer needs more than causal attention (with or without a sliding window).
+        TypeError: `trainer` is not a trainer, or lacks attributes of TRL 1.16's GRPOTrainer; or a reward function does not
+            accept the arguments that TRL passes.
+        ConfigError: `mode`, `on_error` or a GRPOConfig option is unknown or unsupported; or an option that is only for
+            GRPOTrainer is set for another trainer.
+        UnsupportedModelError: `tree` is set, but a layer needs more than causal attention (full or with a sliding window).
         KeyError: `log` contains an unknown metric.
         ValueError: the trainer trains another model; already generates with vLLM, continuous batching or a
             `rollout_func`; or has tools with `on_error="mask"`. Nothing is attached then.

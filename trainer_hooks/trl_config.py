@@ -1,6 +1,7 @@
 """Checks of a GRPOTrainer's configuration, and its sampling parameters.
 
-Reads attributes of the trainer and its GRPOConfig without changing them. Unsupported options raise an error that names them.
+The checks read attributes of the trainer and its GRPOConfig without changing them. An unsupported option raises an error
+that names it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _BY_TOKEN = ("token_truncate", "token_mask")
 
 
 def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
-    """Return the sampling parameters of a GRPOConfig, for one completion per prompt.
+    """Return a GRPOConfig's sampling parameters, for one completion per prompt.
 
     `generation_kwargs` may use the names of `SamplingParams` and transformers' `do_sample`, `max_new_tokens`,
     `min_new_tokens` and `stop_strings`.
 
-    Log-probs are of the trainer's distribution, softmax(logits / temperature), even if sampling is restricted (`top_k`) or
-    reweighted (`repetition_penalty`): with log-probs of the restricted distribution, importance weights of a completion
-    vanish, and nothing is learnt. With `replay`, rollout and trainer both use the restricted distribution.
+    Log-probs are over the trainer's distribution, softmax(logits / temperature), even if sampling is restricted (`top_k`) or
+    reweighted (`repetition_penalty`). With log-probs over the restricted distribution, a completion's importance weights
+    would vanish, and nothing would be learnt. With `replay`, rollout and trainer both use the restricted distribution.
 
     Raises:
         ConfigError: an option is unsupported, or a value is out of range.
@@ -84,7 +85,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
     """Warn if completions are not sampled from the distribution whose log-probs the trainer computes.
 
     Args:
-        why_not_replayed: why kept tokens are not replayed, with the cure; "": there are none.
+        why_not_replayed: why kept tokens are not replayed, with the cure; "": there are no kept tokens.
     """
     params = _asked(trainer)
     # Do not warn about greedy sampling: all completions of a prompt are then equal, so there is no training signal.
@@ -105,7 +106,7 @@ def check_rewards(trainer: Any) -> None:
     """Check that reward functions accept TRL's arguments, before anything is sampled.
 
     Raises:
-        TypeError: names the function and its signature.
+        TypeError: a reward function does not accept the arguments; the message names the function and its signature.
     """
     columns = set(getattr(trainer.train_dataset, "column_names", None) or ()) - {"prompt", "completion"}
     names = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"} | columns
@@ -129,8 +130,8 @@ def check_trainer(trainer: Any, model: nn.Module) -> None:
     """Check that `trainer` is a GRPOTrainer that trains `model` and uses no other generation backend.
 
     Raises:
-        TypeError: it lacks attributes of GRPOTrainer that the integration needs.
-        ValueError: it trains another model, or uses another generation backend.
+        TypeError: `trainer` lacks GRPOTrainer attributes that the integration needs.
+        ValueError: `trainer` trains another model, or uses another generation backend.
     """
     missing = [name for name in _SEAMS if not hasattr(trainer, name)]
     if missing:
@@ -157,7 +158,7 @@ def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
 
     Raises:
         ConfigError: an option is unknown or unsupported; the message names it.
-        ValueError: the trainer has tools, with `on_error="mask"`.
+        ValueError: the trainer has tools, and `on_error` is "mask".
     """
     KVCacheManagementMode.parse(mode)
     if on_error not in ("raise", "mask"):
@@ -171,7 +172,7 @@ def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
 
 
 def correction_mode(trainer: Any, stacklevel: int) -> str:
-    """Return GRPOConfig's `vllm_importance_sampling_mode`, or with a warning a token-level one if the loss requires it."""
+    """Return GRPOConfig's `vllm_importance_sampling_mode`; if the loss requires it, warn and return a token-level mode."""
     asked = str(trainer.vllm_importance_sampling_mode)
     # Replace the mode for this loss type: GRPOTrainer itself rejects it, but only if constructed with vLLM.
     # GRPOConfig's default is one of the rejected modes.

@@ -1,9 +1,9 @@
-"""TRL's `environment_factory`: its environments run as episodes, slow tools in parallel to the sampling of other episodes.
+"""TRL's `environment_factory`: its environments run as episodes; a slow tool does not delay other episodes.
 
 play = environment_play(WeatherEnvironment, tokenizer)  # a class with reset(**row), tools as methods, and get_reward()
 batch = manager.run(rows_of_the_dataset, play, SamplingParams(max_tokens=256), n=8)
 
-Or inside `GRPOTrainer`, instead of its argument `environment_factory`, whose turns run in lock step:
+Or inside `GRPOTrainer`, in place of its argument `environment_factory`, which runs the turns of all episodes in lock step:
 
 GRPOTrainer(model, episode_reward, args=config, train_dataset=data, rollout_func=episode_rollout_func(manager, play, params))
 """
@@ -28,10 +28,11 @@ from rollout.server.chat_template.conversation import Conversation, RenderedProm
 def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int = 16) -> Play:
     """Return a coroutine function for `RolloutManager.run` that plays TRL's `environment_factory` (TRL 1.16).
 
-    Tasks are rows of the dataset, passed to `reset(**row)`, whose text is appended to the last message of `prompt`; or
-    prompts. Calls of public methods are read in the format of the tokenizer's chat template; if a method raises or does not
-    exist, the answer is the error. The reward is `get_reward()`, 0 without one. Methods that are not coroutines run on
-    threads. The episode ends with the first reply without a call, when the next prompt would not fit, or after `max_turns`.
+    A task is a prompt, or a row of the dataset. The row is passed to `reset(**row)`, and the text that `reset` returns is
+    appended to the last message of the row's `prompt`. Tools are the environment's public methods. Tool calls are parsed in
+    the format of the tokenizer's chat template. If a method raises or does not exist, the tool result is the error. Methods
+    that are not coroutines run on threads. The reward is `get_reward()`, or 0 without this method. The episode ends with the
+    first reply without a call, when the next prompt would not fit, or after `max_turns`.
     """
     conversation = Conversation(tokenizer)
 
@@ -75,7 +76,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], call: Mapping[str, An
 def _reply(
     conversation: Conversation, schemas: list[Any], prompt: RenderedPrompt, token_ids: list[int], tokenizer: Any
 ) -> dict[str, Any]:
-    """Return a completion as an assistant message, with the ids from which the next prompt continues it exactly."""
+    """Return a completion as an assistant message, with the token ids that let the next prompt continue it exactly."""
     reader = conversation.reader_for(prompt, schemas, reasons=False)()
     _, content, calls = reader.push(tokenizer.decode(token_ids, skip_special_tokens=True), ended=True)
     calls = [{"type": "function", "function": call["function"]} for call in calls]

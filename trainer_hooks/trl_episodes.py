@@ -22,9 +22,9 @@ def episode_rollout_func(
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """Return a `rollout_func` for `GRPOTrainer`, whose tasks are the dataset's prompts.
+    """Return a `rollout_func` for `GRPOTrainer` that plays an episode for each of the dataset's prompts.
 
-    A failed episode has `episode_rewards` None and no tokens to train on.
+    A failed episode has None in `episode_rewards` and no tokens to train on.
 
     Args:
         environment, sampling_params, options: as in `RolloutManager.run`.
@@ -63,5 +63,5 @@ def episode_rollout_func(
 
 
 def episode_reward(*, episode_rewards: list[float | None], **_: Any) -> list[float | None]:
-    """Return the environments' rewards; a reward function for `GRPOTrainer`."""
+    """Return the environments' rewards. This is the reward function to pass to `GRPOTrainer`."""
     return episode_rewards

@@ -1,4 +1,4 @@
-"""Callback of a rollout in a TRL trainer: hooks of the optimizer, metrics in the training logs, state in checkpoints."""
+"""A rollout's callback in a TRL trainer: it hooks the optimizer and adds to the trainer's logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Log = bool | Collection[str]
 
 
 class Follower(RolloutCallback):
-    """`RolloutCallback` that is called before the reporters and also resumes without a state file of the rollout."""
+    """A `RolloutCallback` that is called before the reporters, and that can resume without a state file of the rollout."""
 
     def __init__(self, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
         super().__init__(manager, mode=mode, log=log, checkpoint=checkpoint)
@@ -56,7 +56,7 @@ class Follower(RolloutCallback):
 
 
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
-    """Add a `Follower` to the trainer; `undo` removes it. Nothing is added if the caller has a `RolloutCallback` there."""
+    """Add a `Follower` to the trainer, which `undo` removes, unless the trainer has a `RolloutCallback` for `manager`."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
     # Add nothing: the caller's RolloutCallback already does all of this.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):

@@ -1,4 +1,4 @@
-"""Context in which a model that TRL has patched for training runs its class's own forward."""
+"""A context in which a model that TRL has patched for training runs the original `forward` of its class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
-    """Remove TRL's replacement of `model.forward` inside the block; it is needed for training only.
+    """Remove TRL's replacement of `model.forward`, which only training needs, inside the block.
 
-    The replacement passes generation through unchanged, but prevents the engine from using its CPU kernels, which require
-    the forward of the model's class.
+    The replacement does not change generation, but prevents the engine from using its CPU kernels, which require the
+    original `forward` of the model's class.
     """
     replaced = vars(model).get("forward")
     if not _hides_only_the_class(replaced, type(model)):

@@ -2,7 +2,7 @@
 
 `trainer_hooks.trl.attach` calls this module for every trainer except GRPOTrainer. `model.generate` runs on the engine, the
 policy version follows the optimizer, and logs and checkpoints include the rollout. RLOO and SDPO compute log-probs of the
-completions a second time before they train; in float32 they get the rollout's instead.
+completions a second time before they train; in float32 they get the rollout's log-probs instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainer_hooks.trl_follower import Log, follow
 
 
 class TrlGenerateAttachment:
-    """`model.generate` of a TRL trainer on the engine, until `detach()` or the end of the `with` block.
+    """A TRL trainer's `model.generate` on the engine, until `detach()` or the end of the `with` block.
 
     Attributes:
         trainer: the trainer.
         manager: the manager that samples.
-        hook: counts calls on the engine, and calls of transformers' own loop.
+        hook: the hook on `model.generate`, which counts calls on the engine and calls of transformers' own loop.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class TrlGenerateAttachment:
         return computed
 
     def _sampled(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor | None:
-        """Return log-probs [N, width] of the last batch, once. None: the trainer would compute different ones.
+        """Return the log-probs [N, width] of the last batch, once. None: the trainer would compute different log-probs.
 
-        They agree if the batch holds the tokens that were sampled, under these weights, in float32 without autocast, and
-        at the trainer's temperature.
+        The trainer would compute the same log-probs if the batch has the sampled tokens and the weights are the same, in
+        float32 without autocast and at the trainer's temperature.
         """
         last, self.hook.last = self.hook.last, None
         parameters = self.manager.model.parameters()
@@ -130,7 +130,7 @@ def attach_trainer(
     """Let a trainer other than GRPOTrainer generate with `manager`. See `trainer_hooks.trl.attach`.
 
     Args:
-        others: options only for GRPOTrainer, with their values.
+        others: the options that only a GRPOTrainer takes, with their values.
 
     Raises:
         TypeError: `trainer` is not a Trainer.

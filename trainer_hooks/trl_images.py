@@ -1,6 +1,6 @@
-"""Images of a GRPOTrainer's prompts, in the form that the rollout needs.
+"""The images of a GRPOTrainer's prompts, in the form that the rollout needs.
 
-TRL passes token ids with all placeholders, and the images. The trainer's image processor turns these into the model's
+TRL passes token ids with all placeholders, and the images. The trainer's image processor turns the images into the model's
 tensors, once for equal adjacent rows.
 """
 
@@ -20,7 +20,7 @@ from rollout.requests.images import ImageInputs
 Prompt = list[int] | dict[str, Any]
 
 _TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
-"""Tensors of images that TRL passes to a forward, one per patch, per image or (except the last) per row."""
+"""The image tensors that TRL passes to a forward pass, with an entry per patch, per image or (except the last) per row."""
 
 
 def is_vision(trainer: Any) -> bool:
@@ -39,17 +39,18 @@ def placeholders(trainer: Any) -> list[int]:
 def prompt_groups(
     trainer: Any, prompts: Sequence[list[int]], images: Sequence[Sequence[Any] | None] | None
 ) -> list[tuple[Prompt, int]]:
-    """Return adjacent rows with equal tokens and equal images as one prompt each, and their number.
+    """Merge adjacent rows with equal tokens and images into one prompt each.
 
     Args:
-        prompts: token ids.
-        images: of each prompt (of Pillow, or arrays); None: no prompt has any.
+        prompts: the token ids of each row.
+        images: the images of each row, as Pillow images or arrays; None: no row has images.
 
     Returns:
-        Token ids; with images also the image processor's tensors, as for `RolloutManager.generate`.
+        (prompt, number of rows) for each group. A prompt is its token ids; with images, it also has the image processor's
+        tensors, as `RolloutManager.generate` takes them.
 
     Raises:
-        ValueError: there are images, and the trainer has only a tokenizer.
+        ValueError: there are images, but the trainer has only a tokenizer.
     """
     shown: Sequence[Sequence[Any] | None] = [None] * len(prompts) if images is None else images
     rows = [
@@ -69,14 +70,14 @@ def prompt_groups(
 
 
 def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | None]:
-    """Return the images of each row of a forward, from TRL's arguments for all rows; None: the row has none.
+    """Split TRL's image arguments by row; the entry of a row without images is None.
 
     Args:
-        count: rows.
-        given: arguments of TRL's log-prob pass other than tokens and mask.
+        count: number of rows.
+        given: the arguments of TRL's log-prob pass, except tokens and mask.
 
     Raises:
-        ValueError: one is not supported; names it.
+        ValueError: an argument is not supported; the message names it.
     """
     found = {
         name: value for name, value in given.items()
@@ -107,7 +108,7 @@ def _processed(trainer: Any, prompt: list[int], images: list[Any]) -> dict[str, 
 
 
 def _identity(image: Any) -> object:
-    """Return a key that is equal for images of equal content."""
+    """Return a key that is equal for images with equal content."""
     if not hasattr(image, "tobytes"):
         return image
     form = [getattr(image, name, None) for name in ("mode", "size", "dtype", "shape")]

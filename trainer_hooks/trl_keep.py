@@ -1,8 +1,8 @@
-"""Dynamic sampling of DAPO in a GRPOTrainer: a generation batch is filled with groups that are worth training on.
+"""DAPO's dynamic sampling in a GRPOTrainer: a generation batch is filled with groups that are worth training on.
 
-TRL generates and scores a batch as usual. Groups that `keep` rejects are replaced by the same number of other prompts of the
-training set, which TRL generates and scores in turn, until the batch is full. So rewards, advantages and log-probs are
-TRL's, and its metrics cover all samples.
+TRL generates and scores a batch as usual. Groups that `keep` rejects are replaced by other prompts from the training set,
+which TRL completes and scores too, until the batch is full. So TRL computes all rewards, advantages and log-probs, and TRL's
+metrics cover all samples.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ScoredCompletion:
     """A completion with its reward, for `keep`.
 
     Attributes:
-        reward: weighted sum of the reward functions; None: no function has scored it.
-        error: reason for a missing reward.
+        reward: weighted sum of the reward functions; None: no function has scored the completion.
+        error: the reason why there is no reward; None: there is a reward.
     """
 
     reward: float | None
@@ -39,13 +39,13 @@ Keep = Callable[[Sequence[ScoredCompletion]], bool]
 
 
 class FullBatches:
-    """Replaces `_generate_and_score_completions` of a GRPOTrainer, with groups that `keep` accepts.
+    """A replacement for a GRPOTrainer's `_generate_and_score_completions` that returns groups which `keep` accepts.
 
-    Once `MOST_DISCARDED` times the batch has been discarded, every group is kept. Prompts are drawn from torch's CPU
-    generator, which the trainer's checkpoint contains.
+    Once `MOST_DISCARDED` times the batch has been discarded, every group is kept. Prompts are drawn with torch's CPU
+    generator, whose state is in the trainer's checkpoint.
 
     Attributes:
-        discarded: groups rejected so far, on this rank.
+        discarded: number of groups that were rejected so far, on this rank.
     """
 
     def __init__(self, trainer: Any, keep: Keep, score: Callable[[Any], dict[str, Any]]) -> None:
@@ -56,7 +56,7 @@ class FullBatches:
         self._rewards: Tensor | None = None
 
     def rewards(self, calculate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap `_calculate_rewards`, to read its result."""
+        """Wrap the trainer's `_calculate_rewards`, to record the rewards that it returns."""
 
         def calculated(*args: Any, **kwargs: Any) -> Tensor:
             self._rewards = calculate(*args, **kwargs)
@@ -94,7 +94,7 @@ class FullBatches:
         return self._trainer.accelerator.device
 
     def _groups(self, rows: int, size: int) -> Iterator[list[ScoredCompletion]]:
-        """Return the scored groups of this rank; TRL gathers rewards of all ranks."""
+        """Yield this rank's scored groups, whose rewards TRL has gathered with the rewards of all ranks."""
         assert self._rewards is not None
         first = self._trainer.accelerator.process_index * rows
         found = self._rewards[first : first + rows]
@@ -105,7 +105,7 @@ class FullBatches:
             yield each[start : start + size]
 
     def _drawn(self, count: int) -> list[dict[str, Any]]:
-        """Draw `count` examples of the training set, different ones on every rank."""
+        """Draw `count` examples from the training set, different examples on every rank."""
         accelerator, data = self._trainer.accelerator, self._trainer.train_dataset
         numbers = torch.randint(len(data), (count * accelerator.num_processes,)).tolist()
         first = accelerator.process_index * count
@@ -133,7 +133,7 @@ def check_keep(trainer: Any) -> None:
     """Check that batches of a GRPOTrainer can be filled.
 
     Raises:
-        ConfigError: names the option that prevents it.
+        ConfigError: an option prevents it; the message names the option.
     """
     if trainer.args.scale_rewards not in ("group", "none", True, False):
         raise ConfigError(
@@ -166,7 +166,7 @@ def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def _padded(values: list[Tensor], *, left: bool, value: int) -> Tensor:
-    """Stack rows of different lengths; the shorter ones are padded on one side."""
+    """Concatenate rows of different lengths; shorter rows are padded on one side."""
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(each.shape[1] for each in values)

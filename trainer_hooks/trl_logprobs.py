@@ -1,9 +1,9 @@
-"""Log-prob pass of a GRPOTrainer, if `trainer_hooks.trl.attach` replaces it: over prefix trees, or over kept tokens.
+"""A GRPOTrainer's log-prob pass, if `trainer_hooks.trl.attach` replaces it: over prefix trees, or over kept tokens.
 
-TRL computes log-probs and entropies in one method, for the loss and, without gradient, for the old and the reference policy:
-of the whole vocabulary, over padded rows. Over prefix trees, prompts of several rows, including their images, are computed
-once. Over kept tokens, log-probs are of the distribution sampled from, so that top_k, top_p, min_p and penalties leave the
-ratio at 1.
+TRL computes log-probs and entropies in one method, for the loss and, without gradient, for the old and the reference policy.
+It uses the whole vocabulary and padded rows. With prefix trees, a prompt that several rows share, including its images, is
+computed once. With kept tokens, log-probs are over the distribution that tokens were sampled from, so that top_k, top_p,
+min_p and penalties leave the importance ratio at 1.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trainer_hooks.trl_rows import GeneratedRows
 
 
 def check_tree(trainer: Any) -> None:
-    """Raise for options of GRPOConfig that the log-prob pass over trees does not support.
+    """Raise for GRPOConfig options that the log-prob pass over trees does not support.
 
     Raises:
-        ConfigError: names the option.
+        ConfigError: an option is not supported; the message names it.
     """
     if getattr(trainer, "aux_loss_enabled", False):
         raise ConfigError(
@@ -43,7 +43,7 @@ def check_tree(trainer: Any) -> None:
 
 
 def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
-    """Let `model`, the module that the trainer trains, and its reference model attend over trees; exiting undoes it.
+    """Let `model`, which the trainer trains, and its reference model attend over trees; return a context that undoes this.
 
     Raises:
         UnsupportedModelError, ValueError: see `trainer_hooks.tree.attach`.
@@ -57,11 +57,12 @@ def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class LogprobPass:
-    """Replaces a trainer's `_get_per_token_logps_and_entropies`.
+    """A replacement for a trainer's `_get_per_token_logps_and_entropies`.
 
     Args:
-        kept: sampling parameters of completions whose kept tokens are replayed; None: log-probs of the whole vocabulary.
-        trees: compute logits over prefix trees, for which tree attention is attached.
+        rows: the kept tokens and routes of the rows.
+        kept: sampling parameters of completions whose kept tokens are replayed; None: log-probs over the whole vocabulary.
+        trees: whether to compute logits over prefix trees; tree attention must be attached.
         layout: how the model finds images among its tokens; None: no images.
     """
 
@@ -90,10 +91,10 @@ class LogprobPass:
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Return log-probs of the last `logits_to_keep` columns, entropies if requested, and no load-balancing loss.
+        """Return (log-probs of the last `logits_to_keep` columns, entropies if requested, None for a load-balancing loss).
 
         Raises:
-            ValueError: an input is not supported, such as images over prefix trees; names it.
+            ValueError: an input is not supported, such as images without prefix trees; the message names it.
         """
         images = images_of_rows(len(input_ids), others)
         if any(images) and (not self._trees or self._layout is None):
@@ -123,7 +124,7 @@ class LogprobPass:
     def _padded(
         self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice, _images: list[Any]
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Return the forward's padded rows, and a context manager that replays their routes."""
+        """Return padded rows as input of a forward pass, and a context manager that replays their routes."""
         inputs = {"input_ids": input_ids, "attention_mask": real.to(torch.int64), "use_cache": False}
         before = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
         return Part(inputs, input_ids.masked_fill(~real, -1), wanted, before), self._rows.routed(
@@ -139,7 +140,7 @@ class LogprobPass:
         rows: slice,
         images: list[ImageInputs | None],
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Return the prefix tree of the rows and of their images, and a context manager that replays their routes."""
+        """Return the rows, with their images, as a prefix tree, and a context manager that replays their routes."""
         pack = partial(self._pictured, images=images) if any(images) else pack_tree
         packed = pack(input_ids, real, wanted, routed_experts=self._rows.routes(rows))
         return packed.part(input_ids.masked_fill(~real, -1)), self._rows.routed_tree(model, packed)
@@ -153,7 +154,7 @@ class LogprobPass:
         routed_experts: Tensor | None,
         images: list[ImageInputs | None],
     ) -> PackedTree:
-        """Pack a tree of rows with images, whose places count from the first token of a row."""
+        """Pack rows with images as a tree, after moving padding to the right, as image positions require."""
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
@@ -166,7 +167,7 @@ class LogprobPass:
         return replace(packed, **of_rows)
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
-        """Return how logits are shaped, and the sets that the tokens after the prompt were drawn from."""
+        """Return the shaping arguments of `read_scores`, and the sets that the tokens after the prompt were drawn from."""
         ids, counts = self._rows.kept(rows)
         sizes = counts.new_zeros(shape)
         width = min(shape[1] - prompt, counts.shape[1])

@@ -14,12 +14,12 @@ def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
     """Return why kept tokens are not replayed. None: they are replayed. "": sampling is not truncated.
 
     Args:
-        asked: `replay` of `attach`. None: if possible.
-        routes: whether the engine records routes, which are replayed without kept tokens too.
+        asked: the argument `replay` of `attach`. None: replay if possible.
+        routes: whether the engine records routes, which are replayed even without kept tokens.
 
     Raises:
-        ConfigError: replay is requested, and kept tokens cannot be replayed or there are none; or routes are recorded and
-            cannot be, or must not be, replayed.
+        ConfigError: replay is requested, but kept tokens cannot be replayed or there are no kept tokens; or routes are
+            recorded, but cannot be replayed or `asked` is False.
     """
     if routes:
         _check_routes(trainer, asked)
@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Return the options that prevent a replay of kept tokens, with the cure; None: no such options."""
+    """Return the option that prevents a replay of kept tokens, with the cure; None: no option prevents it."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

@@ -1,7 +1,8 @@
-"""Data of the rows of a generation in addition to TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
+"""Data of generated rows in addition to TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
 
-They are part of TRL's tensors, which it shuffles and splits. Routes are replayed in every forward of the pass, and after one
-with gradient until the end of the training step, whose backward computes the routers again under checkpointing.
+The data is stored next to TRL's tensors, so TRL shuffles and splits it with them. Routes are replayed in every forward pass
+of the log-prob pass. After a forward pass with gradient, the replay lasts until the end of the training step, because the
+backward pass computes the routers again under gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_rou
 
 
 class GeneratedRows:
-    """The kept tokens and expert routes of the next forward's rows, as far as they are replayed."""
+    """The kept tokens and expert routes of the rows in the next forward pass, as far as they are replayed.
+
+    Args:
+        kept: whether kept tokens are replayed.
+        routes: whether expert routes are replayed.
+    """
 
     def __init__(self, trainer: Any, *, kept: bool, routes: bool) -> None:
         self._trainer = trainer
@@ -35,7 +41,7 @@ class GeneratedRows:
     # --- from generation to forward pass ------------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
-        """Store the rows of a generation, for the scoring that follows; a failed row is a single token."""
+        """Store the rows of a generation until TRL has scored them; a failed row is a single token."""
         self._now = {}
         if self._kept:
             sets = [
@@ -55,12 +61,12 @@ class GeneratedRows:
             self._now[_ROUTES] = routes
 
     def scored(self, outputs: dict[str, Any]) -> dict[str, Any]:
-        """Add the rows to TRL's data of a generation."""
+        """Return TRL's data of a generation with the rows added."""
         now, self._now = self._now, {}
         return outputs | now
 
     def loss(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `_compute_loss` to record the rows of its forward."""
+        """Wrap `_compute_loss` to record the rows of its forward pass."""
 
         def computed(model: Any, inputs: dict[str, Any]) -> Any:
             self._now = {name: inputs[name] for name in (_IDS, _COUNTS, _ROUTES) if name in inputs}
@@ -72,18 +78,18 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the ids and counts of the kept tokens, int32 [N, S] and [N, completion], padded with 0."""
+        """Return the kept tokens: ids, int32 [N, ids per row], and counts, int32 [N, completion length], padded with 0."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------
 
     def routes(self, rows: slice) -> Tensor | None:
-        """Return routes, int16 [N, W, layers, k], of each row from its first token on. None: not replayed."""
+        """Return the routes of each row's first W tokens, int16 [N, W, layers, k]. None: routes are not replayed."""
         return self._now[_ROUTES][rows] if _ROUTES in self._now else None
 
     @contextmanager
     def routed(self, model: Any, input_ids: Tensor, real: Tensor, rows: slice) -> Iterator[None]:
-        """Replay the recorded routes in the block's forward of these padded rows, if there are any."""
+        """Replay recorded routes, if there are any, while the block runs a forward pass of these padded rows."""
         routes = self.routes(rows)
         if routes is None:
             yield
@@ -94,7 +100,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed_tree(self, model: Any, packed: PackedTree) -> Iterator[None]:
-        """Replay the recorded routes in the block's forward of a tree, if there are any."""
+        """Replay recorded routes, if there are any, while the block runs a forward pass of a tree."""
         if packed.routed_experts is None:
             yield
             return
@@ -102,7 +108,7 @@ class GeneratedRows:
             yield
 
     def pass_over_rows(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap TRL's own log-prob pass, so that it replays routes."""
+        """Wrap TRL's own log-prob pass so that it replays the recorded expert routes."""
 
         def computed(model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
             with self.routed(model, input_ids, attention_mask.bool(), slice(None)):
@@ -111,7 +117,7 @@ class GeneratedRows:
         return computed
 
     def training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step`, so that its backward is inside the replay."""
+        """Wrap `training_step`, so that the replay lasts until its backward pass has run."""
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as self._step:

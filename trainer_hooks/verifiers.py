@@ -1,6 +1,6 @@
-"""`Trace`s of verifiers 0.4 as an `EpisodeBatch`: samples of its environments over HTTP become training data.
+"""`Trace`s of verifiers 0.4 as an `EpisodeBatch`: completions that its environments sample over HTTP become training data.
 
-traces = [trace for episode in episodes for trace in episode.traces]  # of environments that ask `rollout serve`
+traces = [trace for episode in episodes for trace in episode.traces]  # from environments that sample with `rollout serve`
 batch = trace_batch(traces, policy_version=version, pad_token_id=tokenizer.pad_token_id, n=8)
 """
 
@@ -30,10 +30,13 @@ def trace_batch(
     """Return a batch with one row per branch of every trace; a token that branches share is trained once.
 
     Args:
-        traces: of `verifiers.v1`, from its training client; the n traces of a task next to each other.
-        policy_version: version of all sampled tokens, which a trace does not record; the oldest of several.
-        sampling_params: their sampling parameters.
-        options: of `EpisodeBatch.from_episodes`.
+        traces: traces of `verifiers.v1` from its training client, with the n traces of a task next to each other.
+        policy_version: policy version of all sampled tokens, which traces do not record. If tokens have several versions,
+            pass the oldest.
+        pad_token_id: token id of padding in the batch.
+        n: number of traces per task.
+        sampling_params: parameters that the tokens were sampled with. None: the defaults.
+        options: further arguments of `EpisodeBatch.from_episodes`.
 
     Raises:
         InvalidRequestError: a sampled token has no log-prob, as in a trace of the evaluation client.
@@ -53,7 +56,7 @@ def _error(trace: Any) -> str:
 
 
 def _turns(trace: Any, index: int, params: SamplingParams, version: int) -> Iterator[DynamicInferenceRequest]:
-    """Yield each sampled part of the message graph once, after the tokens of its path from the root."""
+    """Yield each sampled part of the message graph once, as a turn whose prompt is the tokens on the path before it."""
     seen: set[int] = set()
     for branch in trace.branches:
         tokens: list[int] = []

@@ -28,9 +28,9 @@ SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_sta
 
 
 class WandbLogger:
-    """A wandb run with its axes defined; a context manager that finishes the run.
+    """A logger to a wandb run whose axes are defined; as a context manager, it finishes the run.
 
-    If a run is already active in this process, it is used, and left open by `finish()`.
+    If a run is already active in this process, that run is used, and `finish()` leaves it open.
 
     Args:
         project: wandb project of the run.
@@ -75,7 +75,7 @@ class WandbLogger:
 
         Raises:
             KeyError: a name under `rollout/` is not in the table of `rollout.observe.metric_table`.
-            ValueError: a name occurs twice, or is the axis's name.
+            ValueError: a name occurs twice, or equals the name of the axis.
         """
         point: dict[str, Any] = {STEP: step}
         for part in metrics:
@@ -100,10 +100,11 @@ class WandbLogger:
     ) -> None:
         """Log a table of sample rollouts, worst to best, and a histogram of all completion lengths.
 
-        The column `by_version` is the completion as HTML, whose background shows the age of its tokens.
+        The column `by_version` has the completion as HTML, in which the background colour shows the age of each token.
 
         Args:
-            rewards: one number per sample: a sequence, array or tensor [N].
+            batch: the batch of N samples.
+            rewards: one number per sample, as a sequence, array or tensor [N].
             rows: number of samples in the table, spread evenly over the ranking by reward.
             tokenizer: tokenizer that decodes `by_version`. None: show token ids.
 
@@ -144,7 +145,7 @@ class WandbLogger:
         )
 
     def report(self, step: int, page: str | os.PathLike[str]) -> None:
-        """Log the page that `rollout.report` has written, with its pictures and samples."""
+        """Log the page that `rollout.report` has written, including the page's pictures and samples."""
         content = Path(page).read_text(encoding="utf-8")
         self.run.log({STEP: step, "samples/report": self._wandb.Html(content, inject=False)})
 
