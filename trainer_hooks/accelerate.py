@@ -76,8 +76,8 @@ def attach(
     """Hook the optimizers of `accelerator` to raise the policy version of `manager`, and add the manager to checkpoints.
 
     Requires: `accelerator.prepare` has been called with the optimizer, and `manager` was constructed with the module that
-    was passed to `prepare`. (DDP and mixed precision keep the module's parameters; FSDP2 replaces them inside the same
-    module.) On several ranks, construct the manager after `prepare`, because `Accelerator()` creates the process group.
+    was passed to `prepare`. DDP and mixed precision keep the module's parameters; FSDP2 replaces them inside the same
+    module. On several ranks, construct the manager after `prepare`, because `Accelerator()` creates the process group.
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `manager.model`.
     Two optimizers of the policy raise the version twice per round.

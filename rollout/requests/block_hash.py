@@ -1,12 +1,12 @@
-"""Chained block hashes of a prompt, one per complete block, and seeds of random streams.
+"""Chained hashes of a prompt's blocks, one per complete block, and seeds of random streams.
 
     token hash of block i    t_i = mix(Σ_j mix(token_j) · HASH_BASE^j  mod 2^64) mod HASH_PRIME
     hash of block i          h_i = (h_{i-1} · HASH_BASE + t_i) mod HASH_PRIME + 1,   h_{-1} = 0, or a hash of the salt
 
-`mix` is the finaliser of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
-after adding its golden-ratio constant. It is applied to every token first, because a plain polynomial of the tokens is
-easily made to collide (31k more at j, k less at j+1). The chain is linear modulo a prime, hence injective in the parent:
-once two chains differ, equal later blocks keep them different. A cache hit still counts only if the tokens are equal.
+`mix` adds splitmix64's golden-ratio constant, then applies splitmix64's finaliser (Steele, Lea & Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014). Every token is mixed first, because a plain polynomial of the tokens is easily
+made to collide: add k to the token at j and subtract 31k at j-1. The chain is linear modulo a prime, hence injective in the
+parent: once two chains differ, equal later blocks keep them different. A cache hit still requires equal tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def compute_block_hashes_batched(
     """Return the hashes of a prompt's complete blocks, each in 1 … `HASH_PRIME`.
 
     Args:
-        prompt_tokens: token ids (a list, a numpy array or a torch tensor of one dimension).
-        salt: `SamplingParams.prefix_share`. Equal prompts with different salts have different hashes.
+        prompt_tokens: token ids, as a list or as a one-dimensional numpy array or torch tensor.
+        block_size: number of tokens in a block.
+        salt: the value of `SamplingParams.prefix_share`. Equal prompts with different salts have different hashes.
 
     Raises:
         ConfigError: `block_size` is below 1, or the tokens are not integers of one dimension.
@@ -62,17 +63,17 @@ def chain_root(salt: str | None) -> int:
 
 
 def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Extend B hash chains by one block each; equal to `compute_block_hashes_batched` of the longer prompts.
+    """Extend B hash chains by one block each. The hashes equal `compute_block_hashes_batched` of the longer prompts.
 
     Args:
-        parents: int64 [B], hash of the preceding block; `chain_root` starts a chain.
+        parents: int64 [B], the hash of each preceding block, or `chain_root` for a chain's first block.
         blocks: int64 [B, block_size], token ids.
 
     Returns:
-        int64 [B], each in 1 … `HASH_PRIME`.
+        The hashes, int64 [B], each in 1 … `HASH_PRIME`.
 
     Raises:
-        ConfigError: the shapes do not fit, or an array does not hold integers.
+        ConfigError: the shapes do not match, or an array does not hold integers.
     """
     before = integer_array("parents", parents)
     tokens = integer_array("blocks", blocks, dimensions=2)
@@ -83,7 +84,7 @@ def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) ->
 
 
 def _token_hashes(blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Hash int64 [B, block_size] tokens to uint64 [B], below `HASH_PRIME`. Sums wrap modulo 2^64."""
+    """Hash the tokens of B blocks, int64 [B, block_size], to uint64 [B] below `HASH_PRIME`. Sums wrap modulo 2^64."""
     powers = np.cumprod(np.array([1] + [HASH_BASE] * (blocks.shape[1] - 1), dtype=np.uint64)[: blocks.shape[1]])
     sums: NDArray[np.uint64] = (_mix(blocks.view(np.uint64)) * powers).sum(axis=1, dtype=np.uint64)
     return _mix(sums) % np.uint64(HASH_PRIME)
@@ -105,7 +106,11 @@ def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int64]:
-    """Convert nested sequences, an array or a tensor to contiguous int64; `ConfigError` unless integers of `dimensions`."""
+    """Convert nested sequences, an array or a tensor to a contiguous int64 array.
+
+    Raises:
+        ConfigError: the values are not integers, or have another number of dimensions. The message begins with `name`.
+    """
     rule = f"must be integers of {dimensions} dimension(s)"
     try:
         array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
@@ -117,9 +122,9 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
 
 
 def stream_key(seed: int, index: int) -> int:
-    """Return the key in [0, 2^63) of random stream `index` of `seed`, by two rounds of splitmix64.
+    """Return the key, in [0, 2^63), of random stream `index` under `seed`, computed by two rounds of splitmix64.
 
-    A request without a seed gets the stream of its number; a sample gets the stream of its index.
+    A request without a seed gets the stream whose index is the request's number. A sample gets the stream of its index.
     """
     return _mixed(_mixed(seed + GOLDEN) + (index + 1) * GOLDEN) >> 1
 

@@ -1,9 +1,9 @@
-"""Codecs of request fields: encode and decode side by side, one pair per kind of value.
+"""Codecs for request fields: pairs of an encoder and a decoder, one pair per kind of value.
 
 Encoded values are plain (None, bool, int, float, str, bytes, list, dict), so `msgpack.packb(…, use_bin_type=True)`
-takes them and nothing is ever pickled. Long rows of numbers travel as raw little-endian buffers, which is exact and an
-order of magnitude faster than lists. Decoders validate everything: a malformed value raises `SerializationError`, and
-`decode_fields` prefixes the field's name.
+accepts them and nothing is ever pickled. Long rows of numbers become raw little-endian buffers, which is exact and an order
+of magnitude faster than lists. Decoders validate everything: a malformed value raises `SerializationError`, and
+`decode_fields` puts the field's name in front of the message.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 
 
 def refuse(what: str, value: object, rule: str) -> NoReturn:
-    """Raise `SerializationError` with the value received and the rule it breaks."""
+    """Raise `SerializationError` with the received value and the rule that the value breaks."""
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
 def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
-    """Unpack one msgpack value with options of `msgpack.unpackb`; a `SerializationError` begins with `what`."""
+    """Unpack one msgpack value with options of `msgpack.unpackb`. A `SerializationError` message begins with `what`."""
     try:
         return msgpack.unpackb(packed, **options)
     # Catch ValueError, the base of all msgpack errors that a complete buffer can cause, and TypeError, raised for a
@@ -79,7 +79,7 @@ def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any
 
 
 def unpack_joined(what: str, packed: bytes) -> list[Any]:
-    """Unpack at least one concatenated msgpack value. The message of a `SerializationError` begins with `what`."""
+    """Unpack one or more concatenated msgpack values. The message of a `SerializationError` begins with `what`."""
     reader = msgpack.Unpacker(max_buffer_size=max(1, len(packed)))
     reader.feed(packed)
     values: list[Any] = []
@@ -95,7 +95,7 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
 
 
 def optional(codec: Codec) -> Codec:
-    """Return a codec for the same value or None."""
+    """Return a codec for None and for the values of `codec`."""
     return Codec(
         lambda value: None if value is None else codec.encode(value),
         lambda value: None if value is None else codec.decode(value),
@@ -103,7 +103,7 @@ def optional(codec: Codec) -> Codec:
 
 
 def list_of(codec: Codec) -> Codec:
-    """Return a codec for a list of such values."""
+    """Return a codec for lists of the values of `codec`."""
 
     def decode(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
@@ -114,7 +114,7 @@ def list_of(codec: Codec) -> Codec:
 
 
 def member_of(kind: type[Enum]) -> Codec:
-    """Return a codec for an enum member, by value."""
+    """Return a codec for members of an enum, which are encoded as their values."""
 
     def decode(value: Any) -> Enum:
         # Compare types first: True == 1, but a bool is not the value of a member.
@@ -158,7 +158,7 @@ STR_OR_INT = _plain("a string or an integer", lambda value: value if isinstance(
 INTS = _buffer("<i8")
 FLOATS = _buffer("<f8")
 OPAQUE = Codec(lambda value: value, lambda value: value)
-"""Codec of any msgpack-able value, passed through unchanged."""
+"""A codec for any msgpack-able value, which it leaves unchanged."""
 
 
 def _encode_top_n(rows: list[list[tuple[int, float]]]) -> dict[str, bytes]:
@@ -179,7 +179,7 @@ def _decode_top_n(value: Any) -> list[list[tuple[int, float]]]:
 
 
 TOP_N = Codec(_encode_top_n, _decode_top_n)
-"""Codec of (token id, log-prob) lists, one per position, as three flat buffers."""
+"""A codec for lists of (token id, log-prob), one list per position, encoded as three flat buffers."""
 
 
 def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
@@ -188,7 +188,7 @@ def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _array(dtypes: str, rule: str) -> Codec:
-    """Return a codec for arrays whose dtype matches a pattern. Object dtypes, which need pickle, match no pattern."""
+    """Return a codec for arrays whose dtype matches the pattern `dtypes`, which must not match object dtypes (pickle)."""
 
     def decode(value: Any) -> np.ndarray[Any, Any]:
         dtype, shape, data = _dtype_shape_data("array", value)
@@ -204,7 +204,7 @@ def _array(dtypes: str, rule: str) -> Codec:
 def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
     """Encode a tensor as [dtype name, shape, row-major bytes]; bfloat16 is supported.
 
-    The bytes are in host order (little-endian wherever torch runs). Device and autograd graph are dropped.
+    The bytes are in host order, which is little-endian wherever torch runs. Device and autograd graph are dropped.
     """
     import torch
 
@@ -216,7 +216,7 @@ def deserialize_tensor(plain: list[Any]) -> torch.Tensor:
     """Decode a CPU tensor that owns its memory; the inverse of `serialize_tensor`.
 
     Raises:
-        SerializationError: it is not such a list, the dtype is unknown, or the bytes do not fit the shape.
+        SerializationError: `plain` is not such a list, the dtype is unknown, or the bytes do not fit the shape.
     """
     import torch
 
@@ -260,6 +260,6 @@ def _decode_tensors(value: Any) -> dict[str, torch.Tensor]:
 
 
 TENSORS = Codec(lambda value: {name: serialize_tensor(each) for name, each in value.items()}, _decode_tensors)
-"""Codec of tensors by name."""
+"""A codec for dicts from name to tensor."""
 SAMPLING_PARAMS = Codec(SamplingParams.serialize, SamplingParams.deserialize)
 SPANS = Codec(VersionSpans.serialize, VersionSpans.deserialize)

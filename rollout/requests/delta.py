@@ -1,7 +1,7 @@
-"""`SampleDelta`: new completion tokens of one sample, from the engine to the reader of a stream; `growth` reads one.
+"""`SampleDelta`: new completion tokens of one sample, from the engine to the reader of a stream. `growth` creates a delta.
 
-A new optional value is one field declared with `_column`, from which joining, packing
-(`rollout.distributed.protocol.stretch`) and the checks of received values follow.
+An optional value is one field declared with `_column`. The declaration determines how values are joined, packed
+(`rollout.distributed.protocol.stretch`) and checked on arrival.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The checks and joining of an optional field of `SampleDelta`. A missing value is None."""
+    """The rules for checking and joining an optional field of `SampleDelta`. A missing value is None."""
 
     types: frozenset[type]
-    """Types of a value, sent as msgpack encodes it."""
+    """The allowed types of a value, which is sent as msgpack encodes it."""
     rule: str
     """The allowed types in words, for error messages."""
     join: Callable[[list[Any]], Any]
-    """Joins the values of consecutive deltas that have one."""
+    """A function that joins the field's values from consecutive deltas, without missing values."""
     outlives_restart: bool = False
-    """Whether joining keeps the values from before a restart."""
+    """Whether joining keeps the values from before a restart of the sample."""
 
     def holds(self, values: list[Any]) -> bool:
         """Return whether every value is None or of these types; floats must be finite."""
@@ -82,7 +82,7 @@ class SampleDelta:
     request_id: int
     sample_index: int
     start: int = 0
-    """The index of the first token in the completion. 0 if earlier tokens were known: the sample was restarted."""
+    """The index of the first token in the completion. If it is 0 although earlier tokens are known, the sample restarted."""
     token_ids: bytes = b""
     """int32 [count] in host order, little-endian wherever torch runs."""
     log_probs: bytes = b""
@@ -119,7 +119,7 @@ class SampleDelta:
 
     @property
     def buffer_bytes(self) -> int:
-        """The size in bytes of tokens, log-probs, and optional fields of bytes or text."""
+        """The total size in bytes of tokens, log-probs, and optional fields with bytes or text."""
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
 
@@ -139,7 +139,7 @@ class SampleDelta:
         return self.versions.tolist()
 
     def top_n_rows(self) -> TopN:
-        """Return the top log-probs of each token; empty if not requested. Raises as `unpack_top_n`."""
+        """Return the top log-probs of each token; empty if not requested. `SerializationError` if malformed."""
         return [] if self.top_n is None else unpack_top_n(self.top_n)
 
     def route_rows(self, positions: int) -> Routes | None:
@@ -162,7 +162,7 @@ class SampleDelta:
         return sets
 
     def value_rows(self) -> NDArray[np.float32] | None:
-        """Return float32 [count, k] values of the tokens; None: there are no values. `SerializationError` if malformed."""
+        """Return the tokens' values, float32 [count, k]; None: there are no values. `SerializationError` if malformed."""
         if self.values is None:
             return None
         if not self.count or not self.values or len(self.values) % (TOKEN_BYTES * self.count):
@@ -178,10 +178,10 @@ class SampleDelta:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> DynamicInferenceRequest:
-        """Build the request that continues the sample after these tokens, its whole completion so far.
+        """Build the request that continues the sample after the tokens of this delta, which starts at token 0.
 
         Raises:
-            SerializationError: a column is malformed, or a requested column lacks a token.
+            SerializationError: a column is malformed, or a requested column has no entry for some token.
         """
         count, top_n = self.count, self.top_n_rows()
         if params.logprobs and len(top_n) != count:
@@ -217,13 +217,13 @@ class SampleDelta:
 COLUMNS: dict[str, Column] = {
     each.name: each.metadata["column"] for each in fields(SampleDelta) if "column" in each.metadata
 }
-"""Optional fields of `SampleDelta` by name."""
+"""The optional fields of `SampleDelta`, by name."""
 
 
 class DeltaJoin:
-    """A join of consecutive deltas of one sample, or of their columns.
+    """A builder that joins consecutive deltas of one sample, or the columns of such deltas.
 
-    A part that starts at token 0 is a restart: earlier parts are dropped, except for columns that outlive it.
+    A part that starts at token 0 is a restart: earlier parts are dropped, except for columns that outlive a restart.
     """
 
     __slots__ = ("_columns", "_log_probs", "_num_events", "_prompt_version", "_start", "_token_ids", "_versions", "key")
@@ -242,7 +242,7 @@ class DeltaJoin:
         self._columns = {name: values for name, values in self._columns.items() if COLUMNS[name].outlives_restart}
 
     def add(self, start: int, prompt_version: int, token_ids: bytes, log_probs: bytes) -> VersionSpans:
-        """Add tokens; return the spans to which the caller adds their versions."""
+        """Add tokens; return the spans to which the caller must append the versions of these tokens."""
         if not start or not self._token_ids:
             self._begin(start, prompt_version)
         self._token_ids.append(token_ids)
@@ -274,17 +274,18 @@ class DeltaJoin:
 # --- new output of a record -----------------------------------------------------------------------------------------------
 
 MAX_EVENTS_SENT = 1 << 18
-"""The maximum number of events sent per sample; later ones are dropped."""
+"""The maximum number of events sent per sample; later events are dropped."""
 
 
 def growth(
     record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0
 ) -> SampleDelta:
-    """Return the new output of an inactive (waiting or finished) record after the known tokens and events.
+    """Return the output of an inactive (waiting or finished) record after the tokens and events that the reader has.
 
     Args:
-        known, events_known: number of known completion tokens, and of known events.
-        prompt_version: policy version of the prompt that came with the tokens.
+        known: number of completion tokens that the reader has.
+        prompt_version: policy version of the prompt that the reader got with these tokens.
+        events_known: number of events that the reader has.
     """
     live = record[-1]
     made = completion_length(live)
@@ -318,7 +319,7 @@ def growth(
 
 
 def completion_length(live: DynamicInferenceRequest) -> int:
-    """Return the number of completion tokens of all segments up to this segment."""
+    """Return the number of completion tokens in all segments up to and including this segment."""
     return live.total_length - live.original_prompt_length
 
 
@@ -329,9 +330,9 @@ def computed_length(record: DynamicInferenceRequestRecord) -> int:
 
 
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
-    """Return the index of the first unknown completion token: `known`, or 0 if the sample was restarted since.
+    """Return the index of the first completion token to send: `known`, or 0 if the sample has restarted since.
 
-    A restart happens under a later policy version than all earlier tokens, so the prompt's version detects it.
+    A restarted sample is detected by its prompt's version, because a restart has a later version than all earlier tokens.
     """
     same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
     return known if same_life else 0
@@ -351,7 +352,7 @@ def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpa
 
 
 def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
-    """Join the values of a per-token field, from completion token `start` on."""
+    """Return the values of a per-token field, joined over all segments, from completion token `start` on."""
     live = record[-1]
     if start >= live.rng_offset:
         rows: list[Any] = getattr(live, name)[start - live.rng_offset :]
@@ -376,7 +377,7 @@ def values_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -
 
 
 def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
-    """Return (packed events after the first `known` ones, number of events of the sample)."""
+    """Return (packed events after the first `known` events, number of the sample's events)."""
     events = record.joined("events") if len(record.segments) > 1 else record.segments[0].events
     count = min(len(events), MAX_EVENTS_SENT)
     return (pack_events(events[known:count]) if count > known else None), count

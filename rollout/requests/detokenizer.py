@@ -5,7 +5,7 @@ Always true:
 - emitted text is final: bytes that may still become another character are held back;
 - the work per token does not grow with the completion: only a short window of tokens is decoded again.
 
-Uses two methods of a tokenizer, no tensors and no requests.
+The module needs only two methods of a tokenizer, no tensors and no requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WINDOW = 16
 """The maximum number of tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
-"""Tokens kept when the window moves: at least one byte each, so at least one UTF-8 character of 4 bytes."""
+"""The number of tokens kept when the window moves. Each has at least one byte, so 4 have a whole UTF-8 character."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
 
     A token is decoded together with some of its predecessors, because its text depends on them. Two kinds of text are
     unsettled: a trailing U+FFFD, which may be the start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's
-    byte fallback), which is decoded as a whole; it is settled by the next other token.
+    byte fallback). Such a run is decoded as a whole, and the next token of another kind settles it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
 
     @property
     def pending(self) -> str:
-        """Unsettled text after `text`, as `decode` currently shows it."""
+        """The unsettled text after `text`, as `decode` currently shows it."""
         return self._pending
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _advance(self) -> None:
-        """Drop old tokens from the window. If it then starts inside a character, `_shown` includes the broken start."""
+        """Drop old tokens from the window. If the window then starts inside a character, `_shown` has the broken start."""
         self._window = self._window[-CONTEXT:]
         self._shown = self._decode(self._window).removesuffix(self._pending)
 
@@ -91,7 +91,7 @@ class IncrementalDetokenizer:
     def _vanishes(self, token: int) -> bool:
         """Return whether `decode` always omits the token, because it is special or not in the vocabulary.
 
-        Such tokens are kept out of the window, where they would displace the context.
+        Such tokens do not enter the window, where they would displace tokens that are needed as context.
         """
         if self._tokenizer.convert_ids_to_tokens(token) is None:
             return True
@@ -108,8 +108,8 @@ def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 class CompletionText:
     """The text of one completion, up to its first stop string.
 
-    The stop string that starts earliest counts; if several start there, the longest. It may span tokens. A stop
-    string that was completed while stopping was not allowed does not count later.
+    The stop string that starts earliest counts; if several start at the same place, the longest. A stop string may span
+    tokens. A stop string that was completed while stopping was not allowed does not count later.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
@@ -124,7 +124,7 @@ class CompletionText:
         self._ended_text = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add the next token; return the completed stop string, if any. Tokens after a stop are ignored."""
+        """Add the next token; return the stop string if one is complete, else None. Tokens after a stop are ignored."""
         if self._stop is None:
             settled = self._tail + self._detokenizer.push((token_id,))
             seen = settled + self._detokenizer.pending.rstrip(_REPLACEMENT)
@@ -137,7 +137,7 @@ class CompletionText:
         return self._stop
 
     def text(self) -> str:
-        """Return the text as if the completion ended now, cut before the stop string (after an included stop string).
+        """Return the text as if the completion ended now, cut before the stop string, or after it if it is included.
 
         Incomplete bytes appear as the tokenizer decodes them.
         """
@@ -157,8 +157,8 @@ class CompletionText:
 class StableText:
     """A stream of the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
 
-    It does not search for stop strings: once the completion has finished, `rest` returns the part of its final text that is
-    not shown yet.
+    The stream does not search for stop strings. Once the completion has finished, `rest` returns the part of the final text
+    that the stream has not shown yet.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
@@ -169,7 +169,7 @@ class StableText:
         self._shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens that complete no stop string; return the text that may be shown now."""
+        """Add tokens that do not complete a stop string; return the text that may be shown now."""
         piece = self._detokenizer.push(token_ids)
         if not piece:
             return ""
@@ -209,11 +209,11 @@ class TokenBytes:
     """The cached bytes of single tokens.
 
     Args:
-        tokenizer: byte-level BPE (GPT-2, Llama 3, Qwen), sentencepiece (Llama 2, Mistral, Gemma), or any tokenizer that
-            can decode single tokens.
+        tokenizer: a byte-level BPE tokenizer (GPT-2, Llama 3, Qwen), a sentencepiece tokenizer (Llama 2, Mistral, Gemma),
+            or any other tokenizer that can decode single tokens.
 
     Attributes:
-        special: ids that `decode` omits: the named special tokens, and added tokens marked as special.
+        special: the ids that `decode` omits: named special tokens, and added tokens marked as special.
         byte_level: whether token names encode bytes in GPT-2's alphabet.
     """
 
@@ -228,7 +228,7 @@ class TokenBytes:
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of a token: the name of a special token; nothing for an id without a token."""
+        """Return the bytes of a token; for a special token, its name; for an id without a token, no bytes."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._read(token)
@@ -250,8 +250,9 @@ class TokenBytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return character → byte of GPT-2's alphabet (inverse of `bytes_to_unicode`): printable bytes map to themselves, the
-    others to U+0100 and later, in order.
+    """Return the dict character → byte of GPT-2's alphabet, the inverse of `bytes_to_unicode`.
+
+    In this alphabet printable bytes stand for themselves, and other bytes are U+0100 and later characters, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,6 +1,6 @@
-"""Timestamped events of a request, their wire form and payload rules.
+"""Timestamped events of a request, with their payload rules and their form for transport.
 
-Events are immutable. Logs of several segments of one request are joined when the segments are merged.
+Events are immutable. The event logs of a request's segments are joined when the segments are merged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInference
 _COUNTS = ("blocks_total", "blocks_hashed_total", "blocks_hashed_active", "blocks_ref_count")
 _TOKEN_FIELDS = ("token_id", *_COUNTS)
 MAX_MESSAGE = 2000
-"""The maximum number of characters of the message of an encoded exception."""
+"""The maximum number of characters in an encoded exception's message."""
 
 
 @dataclass(frozen=True, init=False)
@@ -46,19 +46,19 @@ class DynamicInferenceEvent:
     """One timestamped event with its payload.
 
     Raises:
-        ValueError: there is no such type, or the payload does not fit it: a dict with `token_id` (and counts of KV blocks)
-            for GENERATED_TOKEN, the exception for the two error types, None for all others.
+        ValueError: the type is unknown, or the payload does not fit the type. The payload is a dict with `token_id` (and
+            counts of KV blocks) for GENERATED_TOKEN, the exception for the two error types, None for all other types.
     """
 
     timestamp: float
-    """Seconds, by the clock of the process that recorded it."""
+    """Seconds since the epoch, from the clock of the process that recorded the event."""
     type: DynamicInferenceEventType
     payload: Any
 
     def __init__(
         self, timestamp: float | None = None, type: DynamicInferenceEventType | None = None, payload: Any = None
     ) -> None:
-        """Check the payload. `timestamp` None: now."""
+        """Check the payload. `timestamp`: seconds since the epoch; None: now."""
         if not isinstance(type, DynamicInferenceEventType):
             raise ValueError(f"type={type!r} of an event: must be a DynamicInferenceEventType")
         object.__setattr__(self, "timestamp", time.time() if timestamp is None else float(timestamp))
@@ -110,10 +110,10 @@ class DynamicInferenceEvent:
 
 
 def _exception(plain: Any) -> Exception:
-    """Rebuild an exception from its type's name and message; nothing is imported because of a payload.
+    """Rebuild an exception from its type's name and its message; a payload never causes an import.
 
-    The type is used if it is a builtin or one of `rollout.errors` and takes a single message. Otherwise it is a new subclass
-    of `RolloutError` with that name.
+    If the name is a builtin or an exception in `rollout.errors` that takes a single message, that type is used. Otherwise
+    the type is a new subclass of `RolloutError` with this name.
     """
     if type(plain) is not list or [type(each) for each in plain] != [str, str] or not plain[0].isidentifier():
         refuse("payload", plain, "[the name of an exception, its message]")
@@ -142,13 +142,13 @@ def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
 
 
 def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
-    """Unpack one or several concatenated results of `pack_events`; `SerializationError` if malformed."""
+    """Unpack one or more concatenated results of `pack_events`; `SerializationError` if malformed."""
     return [DynamicInferenceEvent.deserialize(row) for row in unpack_joined("events", packed)] if packed else []
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EventLog:
-    """The event list of a request, oldest first, with one method per type. `timestamp` None: now, by the wall clock."""
+    """The event list of a request, oldest first, with one method per event type. If `timestamp` is None, it is now."""
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
@@ -161,7 +161,7 @@ class EventLog:
         self.event_add_engine = next(added, self.event_add_engine)
 
     def add_event_add_engine(self, timestamp: float | None = None) -> None:
-        """Record the arrival at the engine."""
+        """Record that the request has arrived at the engine."""
         event = self._add(DynamicInferenceEventType.ADD_ENGINE, None, timestamp)
         self.event_add_engine = self.event_add_engine or event
 
@@ -176,7 +176,7 @@ class EventLog:
     ) -> None:
         """Record a sampled token.
 
-        Counts are of the whole KV pool: all blocks, registered blocks, registered blocks in use, references to blocks.
+        The counts are over the whole KV pool: all blocks, registered blocks, registered blocks in use, references to blocks.
         """
         counts = (token_id, blocks_total, blocks_hashed_total, blocks_hashed_active, blocks_ref_count)
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}
@@ -193,11 +193,11 @@ class EventLog:
         return event
 
     add_event_add_context = partialmethod(_bare, DynamicInferenceEventType.ADD_CONTEXT)
-    """Record the assignment of KV blocks."""
+    """Record that KV blocks were assigned to the request."""
     add_event_pause = partialmethod(_bare, DynamicInferenceEventType.PAUSE)
-    """Record a pause with its KV kept."""
+    """Record that the request was paused and keeps its KV."""
     add_event_evict = partialmethod(_bare, DynamicInferenceEventType.EVICT)
-    """Record an eviction: its KV is dropped and it waits."""
+    """Record that the request was evicted: its KV was dropped, and it waits again."""
     add_event_finish = partialmethod(_bare, DynamicInferenceEventType.FINISH)
     """Record that the request finished with a result."""
     add_event_fail = partialmethod(_bare, DynamicInferenceEventType.FAIL)

@@ -1,6 +1,6 @@
-"""Images of a prompt: the tensors from an image processor, and token ids that carry them.
+"""The images of a prompt: the tensors from an image processor, and token ids to which they are attached.
 
-Always true: equal digests mean equal images, whatever device the tensors are on. Nothing here depends on a model.
+Always true: equal digests mean equal images, whatever device the tensors are on. Nothing in this module depends on a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""Outputs of tokenizers and processors that are not image tensors; token types follow from the token ids."""
+"""The outputs of tokenizers and processors that are not image tensors. Token types can be derived from the token ids."""
 PIXELS = "pixel_values"
 TILED_DIMENSIONS = 5
 """The number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
@@ -32,11 +32,11 @@ class ImageInputs:
     """The tensors of all images of one prompt, in the layout of the model's image processor."""
 
     tensors: Mapping[str, torch.Tensor]
-    """`pixel_values`, and the model's other image inputs (`image_grid_thw`, `pixel_attention_mask`)."""
+    """The tensor `pixel_values` and the model's other image inputs (such as `image_grid_thw`), by name."""
 
     @cached_property
     def digest(self) -> bytes:
-        """The BLAKE2b digest (32 bytes) of names, dtypes, shapes and contents."""
+        """The BLAKE2b digest (32 bytes) of the tensors' names, dtypes, shapes and contents."""
         return digest_of(self.tensors)
 
     def pack(self) -> bytes:
@@ -46,11 +46,11 @@ class ImageInputs:
 
     @classmethod
     def unpack(cls, packed: bytes) -> ImageInputs:
-        """Decode the result of `pack`; raise `SerializationError` if malformed."""
+        """Decode the result of `pack`; `SerializationError` if malformed."""
         return cls(TENSORS.decode(unpack_msgpack("images", packed)))
 
     def begins_with(self, earlier: ImageInputs) -> bool:
-        """Return whether the first images equal `earlier`."""
+        """Return whether the first images are equal to the images `earlier`."""
         # Compare along the second dimension if images have tiles: the first is then the batch dimension.
         tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS
         dim = 1 if tiled else 0
@@ -65,13 +65,13 @@ class ImageInputs:
 
 
 class ImagePrompt(list[int]):
-    """The token ids of a prompt, including placeholders of images, with the images.
+    """The token ids of a prompt, including image placeholders, with the images.
 
     Args:
-        token_ids: every image's placeholder repeated once per embedding, as processors return them.
+        token_ids: token ids with an image's placeholder repeated once per embedding, as processors return them.
         images: the tensors of all images, in the order of their placeholders.
-        keyed: little-endian int32, the token ids with a key of its image in place of every placeholder, for block hashes;
-            empty: not computed yet.
+        keyed: little-endian int32 token ids for block hashes, in which every placeholder is replaced by a key of the image's
+            content; empty: not computed yet.
     """
 
     def __init__(self, token_ids: Iterable[int], images: ImageInputs, keyed: bytes = b"") -> None:
@@ -81,15 +81,16 @@ class ImagePrompt(list[int]):
 
 
 def images_of(tokens: object) -> ImageInputs | None:
-    """Return the images of token ids; None: no images."""
+    """Return the images attached to token ids; None: there are no images."""
     return tokens.images if isinstance(tokens, ImagePrompt) else None
 
 
 def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
-    """Convert a processor's result for one prompt to token ids; an `ImagePrompt` if there are images.
+    """Convert a processor's result for one prompt to token ids; if there are images, to an `ImagePrompt`.
 
     Args:
-        inputs: `input_ids` [P] or [1, P], and the images' tensors (`pixel_values`, …). Masked padding is removed.
+        inputs: `input_ids` [P] or [1, P] for a prompt of P tokens, and the image tensors (`pixel_values`, …). Positions that
+            an `attention_mask` masks are removed.
 
     Raises:
         TypeError: there are no `input_ids`.
@@ -112,7 +113,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Convert named values to tensors without autograd graph; `InvalidRequestError` names a value of another kind."""
+    """Convert named values to tensors without autograd graph; if one is not a tensor, `InvalidRequestError` names it."""
     import torch
 
     tensors = {}

@@ -1,4 +1,4 @@
-"""Prompts in all accepted forms: normalising the `prompts` argument, removing padding, simplifying chat messages."""
+"""Prompts in all accepted forms: helpers that normalise `prompts` arguments, remove padding and simplify chat messages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from rollout.errors import InvalidRequestError, warn_caller
 from rollout.requests.images import NO_TENSORS, ImagePrompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or the processor's result for one prompt with images."""
+"""A prompt: text, token ids, chat messages, or the processor's result for one prompt with images."""
 
 
 def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = False) -> Any:
     """Convert a tokenizer's batch of prompts to lists of token ids without padding; return anything else unchanged.
 
-    A mapping with `input_ids` of several rows loses the positions that its `attention_mask` masks. A 2-D array has no mask,
-    so a row that begins or ends with the padding token raises; lists of equal length lead to a warning. A bos or eos token
-    that is also the padding token counts as a token if every row has one, because the longest row has no padding.
+    If a mapping has several rows of `input_ids`, positions that `attention_mask` masks are removed. A 2-D array has no mask,
+    so a row that begins or ends with the padding token raises; for lists of equal length it leads to a warning. If the
+    padding token is also the bos or eos token and every row has exactly one, it counts as a token, because the longest row
+    has no padding.
 
     Args:
-        owners: tokenizer and configurations of the model, which define the padding, bos and eos tokens.
+        owners: the tokenizer and the model's configurations, which define the padding, bos and eos tokens.
         name: name of the argument, for messages.
-        single: leave a mapping with one row as it is.
+        single: whether to return a mapping with one row unchanged.
 
     Raises:
-        InvalidRequestError: a row may have padding; or the mask has another shape.
-        TypeError: several prompts with images in one mapping.
+        InvalidRequestError: a row may have padding; or the mask has another shape than `input_ids`.
+        TypeError: a mapping has several prompts with images.
     """
     if isinstance(prompts, Mapping):
         ids, mask = prompts.get("input_ids"), prompts.get("attention_mask")
@@ -63,7 +64,7 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
 
 
 def _rows(values: Any) -> list[list[int]] | None:
-    """Return the rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None: anything else."""
+    """Return the rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None for anything else."""
     ndim = getattr(values, "ndim", None)
     if ndim is not None:
         rows: list[list[int]] | None = values.tolist() if ndim == 2 else None
@@ -114,7 +115,7 @@ def normalized(prompts: object) -> tuple[list[Prompt], bool]:
         prompts: a `Prompt`, or a list of prompts of one kind; tuples, numpy arrays and tensors count as lists.
 
     Raises:
-        TypeError: anything else; names the position.
+        TypeError: `prompts` has another form; the message names the position.
     """
     if isinstance(prompts, str | ImagePrompt) or _processed(prompts):
         return [prompts], True  # type: ignore[list-item]
@@ -184,14 +185,14 @@ Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Keys of an HTTP message that are passed to the template."""
+"""The keys of an HTTP message that are passed to the chat template."""
 
 IMAGES = ("image_url", "image")
-"""Types of parts that are images: as in OpenAI's API, or as transformers' chat templates have them."""
+"""The types of content parts that are images: in OpenAI's API, and in transformers' chat templates."""
 
 
 class MessageImage(NamedTuple):
-    """An image of a message: its place in the messages, for errors, and its source (see `open_picture`)."""
+    """An image in a message: its place in the messages, for errors, and its source (see `open_picture`)."""
 
     where: str
     source: Any
@@ -206,8 +207,8 @@ def plain_messages(
 
     Args:
         shown: keys that the template may read; None: all keys.
-        images: gets every image; content with images stays a list of parts, for templates of vision models. None:
-            images are rejected.
+        images: list to which every image is appended; content with images stays a list of parts, for the templates of vision
+            models. None: images are rejected.
 
     Raises:
         InvalidRequestError: a message is malformed.
@@ -218,7 +219,7 @@ def plain_messages(
 
 
 def known_roles(messages: list[Message], template: str) -> list[Message]:
-    """Replace the role "developer" by "system" if the template does not have it: most templates drop unknown roles."""
+    """Replace the role "developer" by "system" if the template lacks "developer": most templates drop unknown roles."""
     if "developer" in template:
         return messages
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -243,12 +244,12 @@ def _message(
 
 
 def image_of(part: Any, where: str) -> MessageImage | None:
-    """Return the image that a content part names, in OpenAI's or transformers' form; None: it is another kind of part.
+    """Return the image that a content part names, in OpenAI's or transformers' form; None: the part is of another kind.
 
-    {"type": "image_url", "image_url": {"url": …}}, {"type": "image", "image": …} (or "url", "path").
+    The forms are {"type": "image_url", "image_url": {"url": …}} and {"type": "image", "image": …} (or "url", "path").
 
     Raises:
-        InvalidRequestError: the part names no image, has other fields, or is a video.
+        InvalidRequestError: the part does not name exactly one image, has other fields, or is a video.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("video_url", "video"):
@@ -311,7 +312,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def plain_arguments(written: Any) -> Any:
-    """Parse a call's arguments from JSON into an object, for templates; return other texts unchanged."""
+    """Parse the arguments of a tool call from JSON into an object, for templates; return other texts unchanged."""
     if not isinstance(written, str):
         return {} if written is None else written
     try:

@@ -32,14 +32,14 @@ _PER_TOKEN = ("generated_tokens", "generated_log_probs", "generated_top_n_logpro
 _OF_THE_LAST = (
     "status", "finish_reason", "stop_reason", "error", "policy_version", "stream_offset", "seed", "metadata", "priority",
 )  # fmt: skip
-"""Fields of a merged request that come from the last segment."""
+"""The fields that a merged request takes from the last segment."""
 _OF_ONE_SEGMENT = {
     *_PER_TOKEN, "prompt", "status", "finish_reason", "stop_reason", "error", "kv_spans", "finished_chunk_token_count",
     "num_cached_tokens", "precomputed_block_hashes", "generated_kept_tokens", "generated_values", "generated_text",
     "generated_segments", "generated_sequence_lengths", "prompt_log_probs", "prompt_top_n_logprobs", "tpot", "ttft",
     "latency", "routing_indices", "events",
 }  # fmt: skip
-"""Fields that a checkpoint leaves to the earlier segment; the new one begins with their defaults."""
+"""The fields that a checkpoint does not copy: they stay with the earlier segment, and the new segment has the defaults."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,12 +47,12 @@ class DynamicInferenceRequestRecord:
     """All segments of one sample.
 
     Raises:
-        ValueError: there is no segment, segments are of different samples, or they do not follow each other.
+        ValueError: there is no segment, segments belong to different samples, or they do not follow each other.
     """
 
     segments: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
-    """Seconds from arrival to the end."""
+    """Seconds from arrival until the sample finished; None: it has not finished."""
     completion_text: str | None = None
     """The text of the whole completion; None: the texts of the segments are joined instead."""
 
@@ -90,7 +90,7 @@ class DynamicInferenceRequestRecord:
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
-        """An older name of `segments`."""
+        """An older name for `segments`."""
         return self.segments
 
     @property
@@ -105,11 +105,11 @@ class DynamicInferenceRequestRecord:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first token; None before it."""
+        """Seconds from arrival to the first token; None: there is no token yet."""
         return next((segment.ttft for segment in self.segments if segment.ttft is not None), None)
 
     def joined(self, name: str) -> list[Any]:
-        """Concatenate the entries of a field of all segments."""
+        """Return the entries of a list field, concatenated over all segments."""
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
@@ -123,15 +123,16 @@ class DynamicInferenceRequestRecord:
         self.segments[-1].advance_version(version, policy_only=policy_only)
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Record one weight update. `policy_only`: the request is waiting and has no KV."""
+        """Record one weight update. `policy_only`: whether the request is waiting, without KV."""
         self.segments[-1].increment_staleness(policy_only=policy_only)
 
     def checkpoint(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
 
-        The budget shrinks by the number of generated tokens. Policy spans are kept, closed at the current length; a sample
-        without a token has none, so its prompt gets the version of its next admission. A missing ADD_ENGINE event is added
-        at the arrival time. `tokenizer` has no effect, here and in `merge`; older callers pass one.
+        The new segment's token budget is smaller by the number of generated tokens. Policy spans are kept up to the current
+        length. A sample without a token has no policy spans, so its prompt gets the version of its next admission. A missing
+        ADD_ENGINE event is added with the arrival time. `tokenizer` has no effect; `checkpoint` and `merge` accept it for
+        older callers.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -155,9 +156,9 @@ class DynamicInferenceRequestRecord:
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Merge all segments into one request, as if it was never interrupted; the record is unchanged.
 
-        From the first segment: id, prompt and its log-probs, budget, block hashes. Concatenated: tokens, log-probs,
-        top-n, kept tokens, values, tpot, events, routing indices. From the last segment: status, finish reason, versions.
-        Time to first token and prompt log-probs come from the first segment that has them.
+        The id, prompt, token budget and block hashes come from the first segment. Tokens, log-probs, top-n, kept tokens,
+        values, tpot, events and routing indices are concatenated. Status, finish reason and versions come from the last
+        segment. Time to first token and prompt log-probs come from the first segment that has them.
 
         Raises:
             ValueError: a segment has log-probs or kept tokens for only some of its tokens.
@@ -234,7 +235,7 @@ class DynamicInferenceRequestRecord:
 
 
 def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
-    """Join the values of all generated tokens, NaN in a segment without values; None: no segment has values."""
+    """Join the values of all generated tokens, with NaN for a segment without values; None: no segment has values."""
     parts = [(segment.generated_length, segment.generated_values) for segment in segments]
     width = next((values.shape[1] for _, values in parts if values is not None), None)
     if width is None:
@@ -244,12 +245,12 @@ def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.flo
 
 
 def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:
-    """Return the number of positions with routes; each segment begins where the previous segment ended."""
+    """Return the number of positions with routes. A segment's routes begin where the routes of earlier segments end."""
     return sum(len(each.routing_indices) for each in segments if each.routing_indices is not None)
 
 
 def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> None:
-    """Set the routes of all positions from 0 on; the last segment gets the remaining routes."""
+    """Distribute the routes of positions 0, 1, … over the segments; the last segment gets the remaining routes."""
     start = 0
     for segment in segments[:-1]:
         stop = max(start, segment.total_length - 1) if segment.generated_tokens else start

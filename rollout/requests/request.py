@@ -1,9 +1,9 @@
 """Request types, their fields and serialisation.
 
-`InferenceRequest` has the fields of any engine, `DynamicInferenceRequest` is one segment of one sample of a continuously
-batched engine, `VLMInferenceRequest` the same with images. Two requests are equal only if they are the same object: they are
-working states, not values. Times are seconds. Token ids and log-probs are lists of Python numbers; torch tensors are created
-only by the properties that return one.
+`InferenceRequest` has the fields that any engine needs. `DynamicInferenceRequest` is one segment of one sample in an engine
+with continuous batching, and `VLMInferenceRequest` is such a segment with images. Requests are compared by identity, because
+they change while they run. Times are in seconds. Token ids and log-probs are lists of Python numbers; only the properties
+that return a torch tensor create one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CODECS: dict[str, Codec] = {
     "SamplingParams": codec.SAMPLING_PARAMS, "Status": member_of(Status), "FinishReason": member_of(FinishReason),
     "DynamicInferenceEvent": EVENT, "list[DynamicInferenceEvent]": list_of(EVENT),
 }  # fmt: skip
-"""Type of a field → its codec. A field of type `X | None` is encoded as X or None."""
+"""The type of a field, as written → its codec. A field of type `X | None` is encoded as X or None."""
 
 
 @cache
@@ -56,7 +56,10 @@ def _codecs(kind: Any) -> dict[str, Codec]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class InferenceRequest:
-    """A prompt with its sampling parameters and results. Token ids may be any sequence, array or tensor of integers.
+    """A prompt with its sampling parameters and results.
+
+    P is the number of prompt tokens, G the number of generated tokens. Token ids may be passed as any sequence, array or
+    tensor of integers.
 
     Raises:
         InvalidRequestError: the id or a token id is not an integer, or the status is unknown.
@@ -67,28 +70,28 @@ class InferenceRequest:
     """The text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
     prompt_tokens: list[int] = field(default_factory=list)
-    """[P] token ids of the prompt."""
+    """[P]: token ids of the prompt."""
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
-    """Prompt of an encoder; rejected, because the engine runs decoders only."""
+    """The prompt for an encoder. It is rejected, because the engine runs only decoders."""
     generated_text: str | None = None
     segments: list[str] | None = None
     """The text of each prompt token; None until `TextGenerationController.fill_segments`."""
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
-    """[G] token ids that were generated."""
+    """[G]: token ids that were generated."""
     prompt_log_probs: list[float] | None = None
-    """[P-1] log-probs of prompt tokens 1 …; None until computed."""
+    """[P-1]: log-probs of the prompt tokens from the second on; None: not computed."""
     generated_log_probs: list[float] = field(default_factory=list)
-    """[G] log-probs of the generated tokens; empty if not requested."""
+    """[G]: log-probs of the generated tokens; empty if not requested."""
     prompt_top_n_logprobs: TopN | None = None
-    """[P-1] rows of (token id, log-prob) for prompt tokens 1 …; None until computed."""
+    """[P-1]: the top (token id, log-prob) pairs at the prompt tokens from the second on; None: not computed."""
     generated_top_n_logprobs: TopN = field(default_factory=list)
-    """[G] rows of (token id, log-prob); empty if not requested."""
+    """[G]: the top (token id, log-prob) pairs at the generated tokens; empty if not requested."""
     tpot: list[float] = field(default_factory=list)
-    """Seconds between one generated token and the next."""
+    """The seconds between each generated token and the next (time per output token)."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.request_id, "__index__"):
@@ -113,7 +116,7 @@ class InferenceRequest:
 
     @property
     def inference_parameters(self) -> SamplingParams:
-        """An older name of `sampling_params`."""
+        """An older name for `sampling_params`."""
         return self.sampling_params
 
     @inference_parameters.setter
@@ -140,7 +143,7 @@ class InferenceRequest:
         """Decode a request; the exact inverse of `serialize`.
 
         Raises:
-            SerializationError: a field is missing, unknown or malformed; the message names it.
+            SerializationError: a field is missing, unknown or malformed; the message names the field.
         """
         kind: Any = cls
         decoded = decode_fields(cls.__name__, plain, _codecs(kind))
@@ -160,48 +163,50 @@ class InferenceRequest:
 class DynamicInferenceRequest(EventLog, InferenceRequest):
     """One segment of one sample, from admission until it finishes or until the next checkpoint.
 
-    A position is an index into prompt + generated tokens (T = P + G). `policy_spans` has the version that sampled each of
-    the first positions, `kv_spans` the version that computed its KV; for later positions both are `policy_version`.
+    A position is an index into prompt + generated tokens (T = P + G). For the positions that they cover, `policy_spans` has
+    the version that sampled the token, `kv_spans` the version that computed the KV. For later positions, both are
+    `policy_version`.
     """
 
     sample_index: int = 0
-    """The index among the n samples of the prompt. (request_id, sample_index) identifies a sample."""
+    """The index of the sample among the prompt's n samples. (request_id, sample_index) identifies a sample."""
     priority: int = 0
     """Requests with a higher priority run first."""
     seed: int | None = None
-    """The effective seed: the caller's, or the one the engine derived."""
+    """The effective seed: the caller's seed, or the seed that the engine derived."""
     rng_offset: int = 0
-    """The completion tokens of earlier segments: offset of this segment in the random stream."""
+    """The number of completion tokens in earlier segments, which is this segment's offset in the random stream."""
     original_prompt_length: int = -1
-    """Prompt length of the first segment; -1: this is the first."""
+    """The prompt length of the first segment; -1: this is the first segment."""
     stream_offset: int = 0
-    """The completion tokens already streamed to the caller."""
+    """The number of completion tokens already streamed to the caller."""
     metadata: Any = None
-    """The caller's msgpack-able value, never read here."""
+    """The caller's msgpack-able value, which the engine never reads."""
     policy_version: int = 0
-    """The policy version of its next token and KV."""
+    """The policy version under which the next token and its KV are computed."""
     policy_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
     finished_chunk_token_count: int = 0
-    """Prompt tokens whose KV is computed or was found in the prefix cache."""
+    """The number of prompt tokens whose KV has been computed or was found in the prefix cache."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """The number of prompt tokens found in the prefix cache."""
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
     precomputed_block_hashes: list[int] = field(default_factory=list)
-    """Hashes of the prompt's complete blocks; computed on construction if prefix caching is on, unless given."""
+    """The hashes of the prompt's complete blocks. If prefix caching is on and they are not given, they are computed on
+    construction."""
     stop_word_ids: list[list[int]] | None = None
-    """Token ids of each stop string; rejected, because the engine matches `SamplingParams.stop` in the text."""
+    """The token ids of each stop string. They are rejected, because the engine matches `SamplingParams.stop` in the text."""
     routing_indices: NDArray[Any] | None = None
-    """Integers [T - 1, layers, k], with `InferenceConfig.record_routes`: see `token_columns.Routes`. A later segment begins
-    where the routes of earlier ones end."""
+    """The k experts chosen at each position, integers [T - 1, layers, k]; see `token_columns.Routes`. In a later segment,
+    only the routes after the earlier segments' routes. None unless `InferenceConfig.record_routes` is set."""
     generated_kept_tokens: KeptTokens | None = None
-    """[G] sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens`."""
+    """[G]: the sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens` is set."""
     generated_values: NDArray[np.float32] | None = None
-    """[G, k] float32 for the generated tokens, by `RolloutManager(token_values=…)`; None without one."""
+    """float32 [G, k]: the k numbers per generated token from `RolloutManager(token_values=…)`; None if it is not set."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that finished it."""
+    """The stop string or stop token id that finished the request."""
     error: str | None = None
     """The error of a failed request, as `Type: message`."""
     latency: float | None = None
@@ -232,18 +237,18 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
             )
 
     def succeeded(self) -> bool:
-        """Return whether it finished with a result."""
+        """Return whether the request finished with a result."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """Return whether it finished without a result."""
+        """Return whether the request finished without a result."""
         return self.status is Status.FAILED
 
     # --- lengths ------------------------------------------------------------------------------------------------
 
     @property
     def remaining_prompt_tokens(self) -> list[int]:
-        """Prompt tokens whose KV is still to be computed."""
+        """The prompt tokens whose KV is still to be computed."""
         return self.prompt_tokens[self.finished_chunk_token_count :]
 
     @property
@@ -253,7 +258,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def kv_length(self) -> int:
-        """The number of positions whose KV is computed.
+        """The number of positions whose KV has been computed.
 
         Once a token is generated, the whole prompt's KV is computed; the last token's own KV is written by the next step.
         """
@@ -268,18 +273,18 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def images(self) -> ImageInputs | None:
-        """All tensors of its images and videos; None without images."""
+        """All tensors of the request's images and videos; None: there are no images."""
         return None
 
     # --- versions -----------------------------------------------------------------------------------------------
 
     def advance_version(self, version: int, *, policy_only: bool = False) -> None:
-        """Advance to policy version `version`: existing tokens and KV keep the previous version. O(1).
+        """Advance to policy version `version`, in O(1). Existing tokens and KV keep the previous version.
 
         Args:
             version: the new policy version.
-            policy_only: the request is waiting and has no KV. KV spans keep their staleness, and policy spans stay empty
-                until there is a token.
+            policy_only: whether the request is waiting and has no KV. Then KV spans keep their staleness, and policy spans
+                stay empty until there is a token.
 
         Raises:
             ValueError: `version` is below `policy_version`.
@@ -304,22 +309,22 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def policy_versions(self) -> NDArray[np.int64]:
-        """int64 [T], policy version that sampled each token; for prompt tokens, the version at admission."""
+        """The policy version that sampled each token, int64 [T]; for prompt tokens, the version at admission."""
         return self._versions(self.policy_spans)
 
     @property
     def kv_versions(self) -> NDArray[np.int64]:
-        """int64 [T], policy version that computed each position's KV; the current version if not yet computed."""
+        """The policy version that computed each position's KV, int64 [T]; the current version if not yet computed."""
         return self._versions(self.kv_spans)
 
     @property
     def policy_staleness(self) -> torch.Tensor:
-        """int32 [T], weight updates since each token was sampled."""
+        """The number of weight updates since each token was sampled, int32 [T]."""
         return self._staleness(self.policy_versions)
 
     @property
     def kv_cache_staleness(self) -> torch.Tensor:
-        """int32 [T], weight updates since each position's KV was computed."""
+        """The number of weight updates since each position's KV was computed, int32 [T]."""
         return self._staleness(self.kv_versions)
 
     def _versions(self, spans: VersionSpans) -> NDArray[np.int64]:
@@ -337,14 +342,14 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """Return (name, dtype, whether on the device) of each per-request sampling option that the engine stores."""
+        """Return (name, dtype, whether stored on the device) for each per-request sampling option that the engine stores."""
         import torch
 
         return [(name, getattr(torch, dtype), on_device) for name, dtype, on_device in MIRRORED]
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """Values of `get_metadata_types` by name, in its order. None becomes -1; `logit_bias` becomes its size."""
+        """The options of `get_metadata_types`, name → value, in the same order. None is -1; `logit_bias` is its size."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
             "seed": self.seed,
@@ -356,16 +361,16 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class VLMInferenceRequest(DynamicInferenceRequest):
-    """A request with images; its prompt tokens have one placeholder per embedding, as processors return them."""
+    """A request with images. Its prompt tokens have one placeholder per embedding, as processors return them."""
 
     num_img_embeddings_per_tile: int = 0
-    """Embeddings, and placeholders, of a tile; set at admission."""
+    """The number of embeddings, and so of placeholders, per tile; set at admission."""
     imgs: torch.Tensor | None = None
-    """`pixel_values` of the processor."""
+    """The processor's `pixel_values`; None: there are no images, only videos."""
     image_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The processor's other tensors, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL), `pixel_attention_mask`."""
     num_tiles: list[int] = field(default_factory=list)
-    """Tiles of each image that the vision tower encodes on its own; set at admission."""
+    """The number of tiles of each image that the vision tower encodes separately; set at admission."""
     decoder_seq_length: int | None = None
     """The number of prompt positions after images have become embeddings; set at admission."""
 
@@ -381,14 +386,14 @@ def _decode_request(plain: Any) -> DynamicInferenceRequest:
 
 
 REQUEST = Codec(DynamicInferenceRequest.serialize, _decode_request)
-"""Codec of a request with or without images."""
+"""A codec for requests with and without images."""
 
 
 # --- requests with images -------------------------------------------------------------------------------------------------
 
 
 def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) -> DynamicInferenceRequest:
-    """Return the same request with images; the request itself without images."""
+    """Return a copy of the request with these images; None: return the request itself."""
     if images is None:
         return request
     tensors = dict(images.tensors)

@@ -1,4 +1,4 @@
-"""Run-length spans of policy versions over token positions.
+"""Run-length encoded policy versions of token positions.
 
 Always true: positions 0 … len-1 are covered once each, in order; adjacent runs differ in version; no run is empty. A weight
 update therefore adds one run per request, whatever the request's length.
@@ -19,7 +19,7 @@ MAX_VERSION = 2**31 - 1
 
 
 class VersionSpans:
-    """The consecutive runs of (version, count) from position 0 on; versions need not rise.
+    """The policy version of each position, as consecutive (version, count) runs from position 0 on; versions may fall.
 
     `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions).
 
@@ -47,12 +47,12 @@ class VersionSpans:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(version, count) of every run, in order."""
+        """The (version, count) of every run, in order."""
         starts = [0, *self._ends[:-1]]
         return tuple((v, end - start) for v, start, end in zip(self._versions, starts, self._ends, strict=False))
 
     def extend(self, count: int, version: int) -> None:
-        """Append `count` positions of `version`; `ValueError` if `count` is negative."""
+        """Append `count` positions with `version`; `ValueError` if `count` is negative."""
         if count < 0:
             raise ValueError(f"VersionSpans.extend: count={count!r} must be at least 0")
         if count == 0:
@@ -75,7 +75,7 @@ class VersionSpans:
             start = end
 
     def extend_to(self, length: int, version: int) -> None:
-        """Extend to `length` positions with `version`; no-op if there are already as many."""
+        """Append positions with `version` up to a total of `length`; do nothing if there are already as many."""
         self.extend(max(0, length - len(self)), version)
 
     def shift(self, count: int) -> None:
@@ -88,7 +88,7 @@ class VersionSpans:
         self._ends.clear()
 
     def version_at(self, position: int) -> int:
-        """Return the version of `position`; `IndexError` if it is not covered."""
+        """Return the version at `position`; `IndexError` if the position is not covered."""
         if not 0 <= position < len(self):
             raise IndexError(f"VersionSpans.version_at: position={position!r} must be in [0, {len(self)})")
         return self._versions[bisect_right(self._ends, position)]
@@ -138,7 +138,7 @@ class VersionSpans:
 
     @classmethod
     def deserialize(cls, flat: Sequence[int]) -> VersionSpans:
-        """Decode the list of `serialize`; `SerializationError` unless it has pairs of integers with counts of at least 1."""
+        """Decode the result of `serialize`; `SerializationError` unless it is integer pairs with counts of at least 1."""
         if not isinstance(flat, list | tuple) or any(type(number) is not int for number in flat):
             raise SerializationError(f"VersionSpans: {flat!r} must be a list of integers")
         if len(flat) % 2 or any(count < 1 for count in flat[1::2]):

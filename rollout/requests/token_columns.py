@@ -1,7 +1,7 @@
 """Ragged columns of a completion: the set that each token was drawn from, its top log-probs, and its expert routes.
 
-Always true: packed columns may be joined as bytes, and unpacking the result gives the columns joined (where two routes
-overlap, the later one wins).
+Always true: packed columns may be joined as bytes, and unpacking the result gives the joined columns. If two parts have
+routes for the same position, the later part's routes are used.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ IntArray = NDArray[np.int32]
 class KeptTokens:
     """The ids that top_k, top_p and min_p kept for each of G sampled tokens, as one flat array.
 
-    Ids of a token ascend and include the token itself.
+    The ids in a token's set ascend and include the token itself.
     """
 
     ids: IntArray
-    """[sum of counts] int32, the ids of all sets, one set after the other."""
+    """int32 [sum of counts]: the ids of all sets, one set after another."""
     counts: IntArray
-    """[G] int32, the size of each token's set."""
+    """int32 [G]: the size of each token's set."""
 
     @classmethod
     def of(cls, sets: Iterable[Any]) -> KeptTokens:
-        """Build the column from each token's ids: integers, or int32 arrays."""
+        """Build the column from each token's ids, as integers or as an int32 array."""
         rows = [np.asarray(ids, np.int32) for ids in sets]
         counts = np.fromiter(map(len, rows), np.int32, len(rows))
         return cls(np.concatenate(rows) if rows else np.zeros(0, np.int32), counts)
@@ -79,7 +79,7 @@ class KeptTokens:
         return [ids.tolist() for ids in self]
 
     def wrong_for(self, tokens: list[int]) -> str | None:
-        """Return the reason why `tokens` cannot come from these sets; None: they can. Ids have no upper bound here."""
+        """Return the reason why `tokens` cannot come from these sets; None: they can. Ids above the vocabulary pass."""
         if len(self) != len(tokens):
             return f"{len(self)} sets for {len(tokens)} tokens: must be one each"
         if not len(self):
@@ -97,7 +97,7 @@ class KeptTokens:
 
 
 def pack_kept(sets: KeptTokens) -> bytes:
-    """Encode as little-endian int32: for each token, the size of its set, then the ids."""
+    """Encode sets as little-endian int32: for each token, the size of its set, then the ids."""
     starts = np.cumsum(sets.counts) - sets.counts
     return np.insert(sets.ids, starts, sets.counts).astype("<i4", copy=False).tobytes()
 
@@ -109,18 +109,18 @@ def packed_sets(sets: KeptTokens) -> list[bytes]:
 
 
 NO_SET = pack_kept(KeptTokens(np.zeros(0, np.int32), np.zeros(1, np.int32)))
-"""Packed set of a token whose request returns none."""
+"""The packed set of a token whose request does not return sets."""
 
 
 def joined_sets(packed: list[bytes]) -> KeptTokens:
-    """Decode separately packed sets of consecutive tokens."""
+    """Decode the sets of consecutive tokens from one packed value per token."""
     counts = np.fromiter(map(len, packed), np.int64, len(packed)) // 4 - 1
     numbers = np.frombuffer(b"".join(packed), "<i4")
     return KeptTokens(np.delete(numbers, np.cumsum(counts + 1) - counts - 1).astype(np.int32), counts.astype(np.int32))
 
 
 def unpack_kept(packed: bytes) -> KeptTokens:
-    """Decode the result of `pack_kept`, or several of them joined; `SerializationError` if malformed."""
+    """Decode one or more concatenated results of `pack_kept`; `SerializationError` if malformed."""
     if not isinstance(packed, bytes) or len(packed) % 4:
         refuse("kept_tokens", packed, "bytes of 4-byte integers")
     numbers = np.frombuffer(packed, "<i4")
@@ -140,7 +140,7 @@ KEPT_TOKENS = Codec(pack_kept, unpack_kept)
 # --- top log-probs --------------------------------------------------------------------------------------------------------
 
 TopN = list[list[tuple[int, float]]]
-"""(token id, log-prob) pairs per token, best first."""
+"""The top (token id, log-prob) pairs of each token, most likely first."""
 
 
 def pack_top_n(rows: TopN) -> bytes:
@@ -150,18 +150,18 @@ def pack_top_n(rows: TopN) -> bytes:
 
 
 def unpack_top_n(packed: bytes) -> TopN:
-    """Decode the result of `pack_top_n`, or several of them joined; `SerializationError` if malformed."""
+    """Decode one or more concatenated results of `pack_top_n`; `SerializationError` if malformed."""
     return [row for rows in unpack_joined("top_n", packed) for row in TOP_N.decode(rows)]
 
 
 # --- expert routes --------------------------------------------------------------------------------------------------------
 
 Routes = NDArray[np.integer[Any]]
-"""[positions, layers, k] of uint8 or int16: the experts that each router of a mixture of experts chose.
+"""The k experts that each router of a mixture of experts chose, uint8 or int16 [positions, layers, k].
 
-Row t of a sequence of T tokens belongs to the forward whose input was token t and from which token t+1 was sampled. The last
-sampled token has no row. Dropped KV is computed again, perhaps under other weights. The first token after that comes with
-the routes of all positions, which replace the earlier ones.
+In a sequence of T tokens, row t belongs to the forward pass whose input was token t and from which token t+1 was sampled.
+The last sampled token has no row. Dropped KV is computed again, perhaps under other weights. The first token sampled after
+that comes with the routes of all positions, which replace the earlier routes.
 """
 
 
@@ -172,16 +172,17 @@ def check_routes(name: str, routes: Any, positions: int) -> None:
 
 
 def first_unread(computed: int, position: int) -> int:
-    """Return the first position of the routes that are sent with the tokens from `position` on.
+    """Return the first position whose routes are sent with the tokens from `position` on.
 
     Args:
-        computed: length of the prompt that was computed (again) before the newest tokens were sampled.
+        computed: length of the prompt that was computed, or computed again, before the newest tokens were sampled.
+        position: position of the first token that is sent.
     """
     return 0 if position <= computed else position - 1
 
 
 def overlaid(parts: Sequence[tuple[int, Routes]]) -> tuple[int, Routes]:
-    """Join consecutive parts of one sample to (first position, routes). A later part replaces the positions it covers.
+    """Join consecutive parts of one sample to (first position, routes). A later part replaces earlier routes it overlaps.
 
     Raises:
         ValueError: positions between two parts are missing, or their [layers, k] differ.
@@ -206,7 +207,11 @@ def pack_routes(first: int, routes: Routes) -> bytes:
 
 
 def unpack_routes(packed: bytes) -> tuple[int, Routes]:
-    """Decode joined results of `pack_routes` to (first position, routes); `SerializationError` if malformed."""
+    """Decode one or more concatenated results of `pack_routes` to (first position, routes).
+
+    Raises:
+        SerializationError: a part is malformed, or positions between two parts are missing.
+    """
     parts: list[tuple[int, Routes]] = []
     for value in unpack_joined("routes", packed):
         if type(value) is not list or len(value) != 2 or type(value[0]) is not int or value[0] < 0:
