@@ -1,1 +1,1 @@
-"""KV blocks of one engine: their holders, prefix lookups, and the memory behind them. No tensors."""
+"""The KV blocks of one engine: who holds them, prefix lookups, and which memory they use. No tensors."""

@@ -3,7 +3,7 @@
 Always true:
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
 - a block keeps its id when its memory (`pages`) is moved, or freed and allocated again;
-- a holder of a registered block holds its parent too, so the least recently released cached block is a leaf.
+- a holder of a registered block also holds the block's parent, so the least recently released cached block is a leaf.
 
 Handles block ids and token ids, no tensors and no requests.
 """
@@ -26,15 +26,19 @@ from rollout.state import PrefixCachingEvictionPolicy
 class BlockAllocator:
     """Reference counts, prefix cache and eviction over blocks of `block_size` token slots.
 
+    Args:
+        pages: the pages of the blocks, or the number of pages to create.
+
     Attributes:
-        pages: the memory of the blocks; an `int` makes a pool of that many blocks.
-        index: the registered blocks.
-        ref_count: [number of ids] int32.
-        states: slots for recurrent states, whose snapshots belong to registered blocks; no slots for other models.
-        host: host memory for evicted blocks; without slots, evicted blocks are dropped.
-        copies: (source, destination) pages to copy before the next forward, in this order; `~s`: slot s of `host`.
-        keeps_released: whether registered blocks stay cached without a holder.
-        evictions: number of cached blocks evicted so far.
+        pages: the memory of the blocks.
+        index: the prefix index, which contains the registered blocks.
+        ref_count: [number of block ids] int32, the number of references to each block.
+        states: the slots for recurrent states, whose snapshots belong to registered blocks. It has no slots if the model has
+            no recurrent layers.
+        host: the host memory for evicted blocks. If it has no slots, evicted blocks are dropped.
+        copies: (source, destination) pages to copy before the next forward pass, in this order; `~s` means slot s of `host`.
+        keeps_released: whether registered blocks stay cached after their last holder released them.
+        evictions: the number of cached blocks evicted so far.
     """
 
     def __init__(
@@ -67,12 +71,12 @@ class BlockAllocator:
 
     @property
     def num_blocks(self) -> int:
-        """The maximum number of blocks that the pool can hold."""
+        """The number of blocks that the pool can hold."""
         return self.pages.num_pages
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without cached content for which there is memory."""
+        """The number of blocks that can be allocated without evicting a cached block."""
         return self.pages.num_free
 
     @property
@@ -94,7 +98,7 @@ class BlockAllocator:
         return count <= self.pages.num_free + len(self._lru)
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
-        """Return bool [n]: True if the block has one holder and is not registered."""
+        """Return bool [n]: whether each of the n blocks has a single holder and is not registered."""
         writable: NDArray[np.bool_] = (self.ref_count[blocks] == 1) & ~self.index.registered[blocks]
         return writable
 
@@ -103,7 +107,7 @@ class BlockAllocator:
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:
-        """Block counts of the whole pool, keyed as in the GENERATED_TOKEN event."""
+        """Return block counts of the whole pool, under the names that the GENERATED_TOKEN event uses."""
         registered = self.index.registered
         return {
             "blocks_total": self.num_blocks,
@@ -115,7 +119,7 @@ class BlockAllocator:
     # --- references ---------------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one reference each, evicting cached ones if needed. Ask `can_allocate` first.
+        """Allocate `count` blocks with one reference each, evicting cached blocks if needed. Call `can_allocate` first.
 
         Raises:
             RuntimeError: fewer than `count` blocks are free or evictable.
@@ -176,17 +180,17 @@ class BlockAllocator:
     # --- the prefix cache ---------------------------------------------------------------------------------------
 
     def register(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Index a held, complete block that the current weights and adapters have computed.
+        """Add a held, complete block to the index. The current weights and adapters must have computed its KV.
 
         Args:
             block: the block, held by the caller.
             block_hash: hash of the chain up to and including this block.
-            parent: the registered block before it, or `NO_BLOCK`.
-            tokens: [block_size] int32.
+            parent: the registered block before it in the chain, or `NO_BLOCK`.
+            tokens: [block_size] int32, the token ids of the block.
 
         Returns:
-            The block to use from now on. It differs from `block` if an equal block is already registered: the caller's
-            reference has moved there and `block` is released.
+            The block to use instead of `block`. If an equal block is already registered, this is the registered one: the
+            caller's reference has moved to it, and `block` is released. Otherwise it is `block` itself.
 
         Raises:
             RuntimeError: the block is already registered under another hash.
@@ -200,13 +204,14 @@ class BlockAllocator:
         return kept
 
     def load(self, blocks: Sequence[HostBlock], parent: int) -> list[int]:
-        """Load a chain of blocks from the host; ask `can_allocate` first.
+        """Load a chain of blocks from host memory into new blocks. Call `can_allocate` first.
 
         Args:
-            parent: the registered block before the first, or `NO_BLOCK`.
+            blocks: the blocks to load, in chain order.
+            parent: the registered block before the first of `blocks`, or `NO_BLOCK`.
 
         Returns:
-            Ids of the blocks, registered and *pinned*.
+            The ids of the new blocks, which are registered and have one reference each.
         """
         # Take the blocks out of the host tier first: device blocks that `allocate` evicts may then go to other host
         # slots, but not to these.
@@ -220,13 +225,13 @@ class BlockAllocator:
         return loaded
 
     def forget_copies(self) -> None:
-        """Forget the copies of a step that was not made, and cached blocks whose content may depend on them."""
+        """Drop the pending copies of a step that did not run. Also drop cached blocks whose content may depend on them."""
         self.copies.clear()
         if self.host.unsettled:
             self.drop_cached()
 
     def outdate(self) -> None:
-        """Empty the index and free every cached block after a change of the model. Held blocks stay with their holders."""
+        """Empty the index and free every cached block after a change of the model. Held blocks stay allocated."""
         self.index.clear()
         self.host.clear()
         self.states.forget_all()
@@ -234,8 +239,10 @@ class BlockAllocator:
             self._give_back(block)
 
     def unregister(self, blocks: IntArray) -> None:
-        """Remove held `blocks`, and all blocks behind them, from the index: their content must not be shared (it may hold
-        NaN)."""
+        """Remove held `blocks`, and all blocks that continue their chains, from the index.
+
+        Call this if the blocks must not be shared, for example because their KV may contain NaN.
+        """
         for block in blocks[self.index.registered[blocks]].tolist():
             if self.index.registered[block]:
                 behind = self.index.behind(block)
@@ -248,7 +255,7 @@ class BlockAllocator:
                         self._give_back(each)
 
     def drop_cached(self) -> int:
-        """Free every cached block on the device and on the host; return the number of freed blocks."""
+        """Free every cached block on the device and on the host. Return the number of blocks freed on the device."""
         count = self.num_cached
         for block in list(self._lru):
             self._free_cached(block)

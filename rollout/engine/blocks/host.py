@@ -1,11 +1,12 @@
-"""Host tier of the prefix cache: maps evicted KV blocks of the current weights to their slots in host memory.
+"""The host-memory part of the prefix cache: maps evicted KV blocks of the current weights to slots in host memory.
 
-A block that the device evicts is copied to a free slot on the host. If no slot is free, it replaces the least recently
-offloaded block. A prefix that continues on the host is loaded into new blocks of the device, which frees its slots.
+A block that the device evicts is copied to a free host slot. If no slot is free, it replaces the least recently offloaded
+block. If a prefix continues in host memory, these blocks are loaded into new device blocks, which frees their slots.
 
-Always true: a slot is free, or belongs to one block. A block is found only if its tokens and all tokens before it are equal.
+Always true: a slot is either free or belongs to one block. A lookup finds a block only if its tokens and all tokens before
+it are equal.
 
-Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s` stands for slot s.
+Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s` means slot s.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ class HostBlock:
     """A copy of one KV block in host memory."""
 
     block_hash: int
-    """Hash of the chain up to and including this block."""
+    """The hash of the chain up to and including this block."""
     digest: bytes
-    """`chain_digest` of the same chain."""
+    """The `chain_digest` of the same chain."""
     tokens: IntArray
     """[block_size] int32, the token ids of the block."""
     slot: int
 
 
 class HostCache:
-    """Blocks in `num_slots` slots of host memory, `slot_bytes` each; without slots it holds nothing.
+    """The blocks in `num_slots` slots of host memory, `slot_bytes` bytes each. With no slots it holds nothing.
 
     Attributes:
-        blocks: hash → block, least recently offloaded first.
-        offloaded, loaded, evicted: counters of blocks.
-        hit_tokens: counter of the positions whose KV was loaded.
-        unsettled: whether copies were planned for a step that has not completed: they may not have been made.
+        blocks: the blocks by hash, least recently offloaded first.
+        offloaded, loaded, evicted: the numbers of blocks copied to the host, loaded back, and replaced by other blocks.
+        hit_tokens: the number of positions whose KV was loaded.
+        unsettled: whether copies are planned for a step that has not completed, so they may not have been made.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int = 0) -> None:
@@ -47,7 +48,7 @@ class HostCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget every block on the host."""
+        """Drop every block on the host."""
         self.unsettled = False
         self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         self.blocks: OrderedDict[int, HostBlock] = OrderedDict()
@@ -56,12 +57,12 @@ class HostCache:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks held."""
+        """The number of blocks in host memory."""
         return len(self.blocks)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slots in use."""
+        """The size of the slots in use, in bytes."""
         return (self.num_slots - len(self._free)) * self._slot_bytes
 
     def find(
@@ -71,8 +72,9 @@ class HostCache:
 
         Args:
             found: the leading blocks of the chain that are on the device.
-            hashes: hashes of the whole chain.
-            tokens: [len(hashes), block_size] int32.
+            index: the prefix index of the blocks on the device.
+            hashes: the block hashes of the whole chain.
+            tokens: [len(hashes), block_size] int32, the token ids of the whole chain.
         """
         blocks: list[HostBlock] = []
         start = len(found)
@@ -91,10 +93,11 @@ class HostCache:
     # --- adding and removing blocks -----------------------------------------------------------------------------
 
     def offload(self, index: PrefixIndex, block: int) -> int | None:
-        """Keep a registered block that the device evicts, in place of the least recently offloaded one.
+        """Reserve a slot for a registered block that the device evicts. If none is free, drop the oldest offloaded block.
 
         Returns:
-            The slot to copy it to; None: a block with its hash is already there, or all slots are being loaded.
+            The slot to copy the block to. None: a block with the same hash is already on the host, or all slots are being
+            loaded to the device.
         """
         block_hash, tokens = index.described(block)
         digest, known = index.digest(block), self.blocks.get(block_hash)
@@ -114,12 +117,12 @@ class HostCache:
         return slot
 
     def take(self, blocks: Sequence[HostBlock]) -> None:
-        """Remove blocks from lookups; their slots stay in use until `release`."""
+        """Make blocks invisible to lookups. Their slots stay in use until `release`."""
         for block in blocks:
             del self.blocks[block.block_hash]
 
     def release(self, block: HostBlock) -> None:
-        """Free the slot of a removed block. Its copy to the device comes before any new copy to the same slot."""
+        """Free the slot of a block that was taken. The block is copied to the device before its slot is overwritten."""
         self._free.append(block.slot)
         self.loaded += 1
         self.hit_tokens += len(block.tokens)

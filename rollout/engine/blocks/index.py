@@ -1,7 +1,7 @@
-"""Prefix index: finds the KV block of a token prefix by its hash.
+"""Prefix index: finds the KV blocks of a token prefix by their hashes.
 
-Always true: a lookup returns only blocks registered under the current weights, adapters and forward settings whose tokens
-and parents compare equal: a hash match alone is not trusted.
+Always true: a lookup returns only blocks that were registered under the current weights, adapters and forward settings, and
+whose tokens and parents are equal. A hash match alone is not trusted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ IntArray = NDArray[np.int32]
 
 
 def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
-    """Return the digest of a chain of complete blocks, from the last block and the digest of the chain before it."""
+    """Return the digest of a chain of complete blocks, computed from its last block and the digest `before` that block."""
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
 @dataclass(eq=False, slots=True)
 class CacheChanges:
-    """Prefix hashes added to and removed from the current index since the last `take`.
+    """The prefix hashes that were added to and removed from the index since the last `take`.
 
-    Always true: the index at the last `take` (empty if `flushed`), minus `removed`, plus `added`, is the current index. A
-    prefix that was added and removed in between is in neither set.
+    Always true: the hashes at the last `take` (none if `flushed`), minus `removed`, plus `added`, are the current hashes. A
+    prefix that was both added and removed since then is in neither set.
     """
 
     added: set[int] = field(default_factory=set)
@@ -37,14 +37,14 @@ class CacheChanges:
     flushed: bool = False
 
     def add(self, block_hash: int) -> None:
-        """Record that a prefix is now found by lookups."""
+        """Record that lookups now find a prefix."""
         if block_hash in self.removed:
             self.removed.remove(block_hash)
         else:
             self.added.add(block_hash)
 
     def remove(self, block_hash: int) -> None:
-        """Record that a prefix is no longer found."""
+        """Record that lookups no longer find a prefix."""
         if block_hash in self.added:
             self.added.remove(block_hash)
         else:
@@ -62,13 +62,13 @@ class CacheChanges:
 
 
 class PrefixIndex:
-    """Registered blocks by hash.
+    """The registered blocks, by hash.
 
     Attributes:
-        registered: [num_blocks] bool.
-        current: hash → registered block.
-        outdated: hashes that the last `clear` removed.
-        refused: counter of blocks that a lookup missed because older weights computed them.
+        registered: [num_blocks] bool, whether each block is registered.
+        current: the registered block of each hash.
+        outdated: the hashes that the last `clear` removed.
+        refused: the number of blocks that lookups missed because they were computed before the last `clear`.
         changes: records the changes of `current`.
     """
 
@@ -93,11 +93,11 @@ class PrefixIndex:
         self.changes.flush()
 
     def described(self, block: int) -> tuple[int, IntArray]:
-        """Hash and tokens of a registered block."""
+        """Return the hash and the tokens of a registered block."""
         return self._hash.item(block), self._tokens[block]
 
     def digest(self, block: int) -> bytes:
-        """Return `chain_digest` of the chain up to a registered block."""
+        """Return the `chain_digest` of the chain up to and including a registered block."""
         chain: list[int] = []
         while block != NO_BLOCK and block not in self._digests:
             chain.append(block)
@@ -111,8 +111,8 @@ class PrefixIndex:
         """Return the blocks of the longest cached prefix of a chain of complete blocks.
 
         Args:
-            hashes: the chain's block hashes.
-            tokens: [len(hashes), block_size] int32.
+            hashes: the block hashes of the chain.
+            tokens: [len(hashes), block_size] int32, the token ids of the chain.
         """
         found: list[int] = []
         parent = NO_BLOCK
@@ -131,7 +131,9 @@ class PrefixIndex:
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Register a block; return the equal block that is already registered, else `block`, whether registered or not.
+        """Register a block, unless another block with the same hash is registered.
+
+        Return the registered block if it has the same parent and tokens, else `block`.
 
         Raises:
             RuntimeError: the block is already registered under another hash.
@@ -153,7 +155,7 @@ class PrefixIndex:
         return block
 
     def remove(self, block: int) -> None:
-        """Unregister a block."""
+        """Unregister a block. Do nothing if it is not registered."""
         if not self.registered[block]:
             return
         block_hash = self._hash.item(block)
@@ -163,7 +165,7 @@ class PrefixIndex:
         self.changes.remove(block_hash)
 
     def behind(self, block: int) -> list[int]:
-        """Return registered blocks whose chain continues the chain of `block`, each after its parent."""
+        """Return the registered blocks whose chains continue the chain of `block`. Parents precede their children."""
         found = [block]
         for each in found:
             found += np.flatnonzero(self.registered & (self._parent == each)).tolist()

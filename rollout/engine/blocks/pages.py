@@ -1,8 +1,9 @@
-"""Memory of KV blocks: the *page* of the pool that holds each block, so that blocks keep their ids in a smaller pool.
+"""The memory of KV blocks: which *page* of the pool holds each block. Pages let blocks keep their ids when the pool shrinks.
 
-A *block* is `block_size` positions of a sequence in all layers; tables, reference counts and the prefix index use its id.
+A *block* is `block_size` positions of a sequence in all layers. Block tables, reference counts and the prefix index use
+block ids.
 
-Always true: a page is free, or belongs to one block in use.
+Always true: a page is either free, or belongs to exactly one block in use.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ NO_PAGE = -1
 
 
 class BlockPages:
-    """Pages of the blocks of one allocator.
+    """The pages of one allocator's blocks.
 
     Attributes:
-        num_pages: size of the pool.
-        num_ids: maximum number of blocks in use, from the configured size of the pool.
-        page_of: [num_ids + 1] int32; the last entry belongs to `NO_BLOCK`.
-        poisoned: free pages that may hold NaN, to be zeroed before the next forward.
+        num_pages: the current size of the pool, in pages.
+        num_ids: the number of block ids, which is the configured size of the pool.
+        page_of: [num_ids + 1] int32, the page of each block, or `NO_PAGE`; the last entry belongs to `NO_BLOCK`.
+        poisoned: the ids of free pages that may contain NaN and must be zeroed before the next forward pass.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -70,10 +71,10 @@ class BlockPages:
         self.poisoned += pages[~self._used[pages]].tolist()
 
     def resize(self, num_pages: int) -> IntArray | None:
-        """Change the number of pages, moving those in use to the lowest ids; blocks keep their ids.
+        """Change the number of pages and move the pages in use to the lowest page ids. Blocks keep their ids.
 
         Returns:
-            [old num_pages] int32, the new id of each old page (`NO_PAGE` for the free ones); None if nothing moved.
+            [old num_pages] int32, the new id of each old page (`NO_PAGE` for free pages); None if the size is the same.
 
         Raises:
             RuntimeError: more pages are in use than `num_pages`.

@@ -1,12 +1,13 @@
-"""Slots for the recurrent states of a model: one per running sequence; the others hold snapshots for the prefix cache.
+"""Slots for a model's recurrent states. Each running sequence holds one slot; others hold snapshots for the prefix cache.
 
 A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. If a
-sequence needs a slot, the least recently used snapshot is dropped. Models without recurrent states have no slots.
+sequence needs a slot and none is free, the least recently used snapshot is dropped. Models without recurrent states have no
+slots.
 
 Always true: a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
 
-Handles slot and block ids, no tensors. Copies are collected as moves, which the caller executes before the next forward and
-after each update, all sources before any destination.
+Handles slot and block ids, no tensors. Copies are collected as moves. The caller executes them before the next forward pass
+and after each update, reading all sources before writing any destination.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from rollout.engine.blocks.index import IntArray
 
 NO_SLOT = -1
 ZERO = -1
-"""The source of a move that zeroes its destination."""
+"""The source slot of a move that fills its destination with zeros."""
 
 Move = tuple[int, int]
-"""(source slot or `ZERO`, destination slot)."""
+"""A copy between slots: (source slot or `ZERO`, destination slot)."""
 
 
 class StateSlots:
-    """Owners of `num_slots` slots; without slots no sequence holds one and every prefix can be continued.
+    """The allocator of `num_slots` state slots. With no slots, sequences hold none, and every prefix can be continued.
 
     Attributes:
-        hits: counter of prefixes that were continued from a snapshot.
-        evictions: counter of snapshots that made room.
-        snapshots: slot of each snapshot by its block, least recently used first.
+        hits: the number of prefixes that were continued from a snapshot.
+        evictions: the number of snapshots that were dropped to make room.
+        snapshots: the slot of each snapshot, by block, least recently used first.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -60,9 +61,9 @@ class StateSlots:
         return self.num_slots - len(self._free) - len(self.snapshots)
 
     def deepest(self, blocks: Sequence[int], most: int) -> int:
-        """Return the number of leading blocks of a chain after which a sequence can continue.
+        """Return the number of leading blocks of a cached chain that a sequence can reuse.
 
-        If the model has states, the last of these blocks has a snapshot. The result is at most `most`.
+        If the model has recurrent states, this is at most `most`, and the last of these blocks has a snapshot.
         """
         if not self.num_slots:
             return len(blocks)
@@ -71,10 +72,10 @@ class StateSlots:
     # --- slots of sequences -------------------------------------------------------------------------------------
 
     def allocate(self, source: int = ZERO) -> int:
-        """Hold a slot that starts as a copy of slot `source`, or as zeros; `NO_SLOT` if the model has no states.
+        """Allocate a slot that starts as a copy of slot `source`, or as zeros. Return `NO_SLOT` if the model has no states.
 
         Raises:
-            RuntimeError: sequences hold all slots.
+            RuntimeError: running sequences hold all slots.
         """
         if not self.num_slots:
             return NO_SLOT
@@ -85,7 +86,7 @@ class StateSlots:
         return slot
 
     def allocate_at(self, blocks: Sequence[int]) -> int:
-        """Hold a slot that starts as the snapshot of the last of `blocks`, or as zeros if there are no blocks."""
+        """Allocate a slot that starts as a copy of the last block's snapshot, or as zeros if there are no blocks."""
         if not blocks or not self.num_slots:
             return self.allocate()
         self.snapshots.move_to_end(blocks[-1])
@@ -93,7 +94,7 @@ class StateSlots:
         return self.allocate(self.snapshots[blocks[-1]])
 
     def release(self, slot: int) -> None:
-        """Free a slot that a sequence holds; nothing to do for `NO_SLOT`."""
+        """Free a slot that a sequence holds. Do nothing for `NO_SLOT`."""
         if slot != NO_SLOT:
             self._sources.pop(slot, None)
             self._free.append(slot)
@@ -101,7 +102,7 @@ class StateSlots:
     # --- snapshots ----------------------------------------------------------------------------------------------
 
     def keep(self, block: int, slot: int) -> None:
-        """Keep the state in `slot` as the state after `block`, if there is room."""
+        """Keep a copy of the state in `slot` as the snapshot of `block`, if there is room."""
         if block in self.snapshots:
             self.snapshots.move_to_end(block)
         elif (taken := self._take()) is not None:
@@ -109,18 +110,18 @@ class StateSlots:
             self._move(slot, taken)
 
     def forget(self, block: int) -> None:
-        """Forget the snapshot of a block, if there is one."""
+        """Drop the snapshot of a block, if the block has one."""
         self.release(self.snapshots.pop(block, NO_SLOT))
 
     def forget_all(self) -> None:
-        """Forget every snapshot."""
+        """Drop every snapshot."""
         for block in list(self.snapshots):
             self.forget(block)
 
     # --- copies between slots -----------------------------------------------------------------------------------
 
     def take_moves(self) -> tuple[Move, ...]:
-        """Return and forget the moves to execute now. All sources are read before any destination is written."""
+        """Return the pending moves and clear the list. The caller must read all sources before writing any destination."""
         moves = tuple((source, target) for target, source in self._sources.items())
         self._sources.clear()
         return moves
@@ -141,7 +142,7 @@ class StateSlots:
     # --- suspend and resume -------------------------------------------------------------------------------------
 
     def live_slots(self) -> IntArray:
-        """Return the ids of all held slots and snapshots, ascending; a suspend has to keep these."""
+        """Return the ids of all held slots and snapshots, ascending. A suspend must keep their content."""
         live = np.ones(self.num_slots, np.bool_)
         live[self._free] = False
         return np.flatnonzero(live).astype(np.int32)

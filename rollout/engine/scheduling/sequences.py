@@ -1,7 +1,7 @@
-"""Mutable scheduling state: one `Sequence` per sample, its images, and the active sequences as arrays. No tensors.
+"""Mutable scheduling state: one `Sequence` per sample, its images, and a table of the active sequences. No tensors.
 
-The table is a structure of arrays, so that a step over thousands of sequences is a handful of numpy calls. A sequence
-owns a row while it is active; its record is updated only when it leaves the row, or for a snapshot.
+The table is a structure of arrays, so that a step over thousands of sequences takes only a few numpy calls. A sequence owns
+a table row while it is active. Its record is updated only when it leaves the row, or for a snapshot.
 """
 
 from __future__ import annotations
@@ -44,25 +44,27 @@ NO_TOKEN = -1
 IntArray = NDArray[np.int32]
 
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
-"""(blocks of a sequence, start, stop) → expert routes [stop - start, layers, k] of these positions."""
+"""A function that reads a sequence's expert routes: (pages of the sequence, start, stop) → [stop - start, layers, k]."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
-"""Cached `VersionSpans.of_run`: the rows of a step can share spans, because a delta is never changed."""
+"""A cached `VersionSpans.of_run`. The rows of a step can share the spans, because a delta is never changed."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The images of one prompt, shared by its samples. No tensors. `NO_IMAGES`: a prompt of text.
+    """The images of one prompt, shared by the prompt's samples. No tensors. A text-only prompt has `NO_IMAGES`.
 
-    In the arrays of the scheduler a *key*, a negative number computed from the image's content, replaces each placeholder,
-    so that block hashes, comparisons of cached blocks and forks distinguish images as they do tokens.
+    In the scheduler's arrays, a *key* replaces each of the I placeholder tokens. The key is a negative number computed from
+    the image's content, so that block hashes and comparisons of cached blocks distinguish images just like tokens.
 
     Attributes:
-        items: one per image (or tile of one), each with a `digest` of its content and the `count` of its embeddings.
-        places: [I] positions of the placeholders, ascending; an item's follow each other.
-        keys: [I] negative keys.
-        positions: [3, P + 1] rotary positions of the prompt and of the token after it (time, height, width); None: as in
-            text.
-        whole: (start, stop) of the runs whose positions attend to each other in both directions; no chunk may end inside.
+        items: one item per image (or per tile of an image), each with a `digest` of its content and the `count` of its
+            embeddings.
+        places: [I] positions of the placeholders, ascending; the placeholders of an item are adjacent in this array.
+        keys: [I] negative keys, one per placeholder.
+        positions: [3, P + 1] rotary positions (time, height, width) of the prompt's P tokens and of the token after the
+            prompt; None: the same as in text.
+        whole: (start, stop) of each run of positions that attend to each other in both directions. A prefill chunk must not
+            end inside a run.
     """
 
     items: tuple[Any, ...]
@@ -73,31 +75,34 @@ class PromptImages:
 
     @property
     def shift(self) -> int:
-        """The number added to a position after the prompt for its rotary position."""
+        """The number to add to a position after the prompt to get its rotary position."""
         if self.positions is None:
             return 0
         return int(self.positions[0, -1]) + 1 - int(self.positions.shape[1])
 
     @property
     def longest_whole(self) -> int:
-        """Tokens of the longest run, which one step computes at once."""
+        """The number of tokens in the longest run of `whole`, all of which one step must compute."""
         return max((stop - start for start, stop in self.whole), default=0)
 
     def keyed(self, tokens: list[int]) -> IntArray:
-        """Return token ids with keys in place of the placeholders."""
+        """Return the token ids as an array, with keys in place of the placeholders."""
         array = np.asarray(tokens, np.int32)
         array[self.places] = self.keys
         return array
 
     def fitting(self, start: int, count: int) -> int:
-        """Return the longest chunk from `start`, up to `count`, that does not end inside a run; 0: a run is longer."""
+        """Return the length, up to `count`, of the longest chunk from `start` that does not end inside a run of `whole`.
+
+        0: the run that begins at `start` is longer than `count`.
+        """
         for first, stop in self.whole:
             if first < start + count < stop:
                 return max(0, first - start)
         return count
 
     def rotary(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return rotary positions [3, stop - start]."""
+        """Return the rotary positions [3, stop - start] of the positions from `start` to `stop`."""
         own = np.broadcast_to(np.arange(start, stop, dtype=np.int64), (3, stop - start))
         if self.positions is None:
             return own
@@ -105,7 +110,10 @@ class PromptImages:
         return np.concatenate([known, own[:, known.shape[1] :] + self.shift], axis=1)
 
     def seen(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the last position [stop - start] that each of these attends to: its own, or the last of its run."""
+        """Return [stop - start]: the last position that each position from `start` to `stop` attends to.
+
+        This is the position itself or, inside a run of `whole`, the last position of the run.
+        """
         last = np.arange(start, stop, dtype=np.int64)
         for first, end in self.whole:
             last[max(0, first - start) : max(0, end - start)] = end - 1
@@ -116,7 +124,10 @@ NO_IMAGES = PromptImages((), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> IntArray:
-    """Return int32 keys below 0 [sum of counts]: each digest's words in turn, 31 bits each, the lowest set for videos."""
+    """Return negative int32 keys [sum of counts] for images and videos.
+
+    The keys of an item repeat the words of its digest, 31 bits each. The lowest bit tells videos from images.
+    """
     words = [
         np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFE | video
         for digest, video in zip(digests, videos, strict=True)
@@ -126,49 +137,49 @@ def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> I
 
 
 def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a bool array like `ids`: True for keys of videos."""
+    """Return a bool array of the shape of `ids`: True for keys of videos."""
     keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
     return keys
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Scheduling state of one sample."""
+    """The scheduling state of one sample. Its *live segment* is the last segment of its record."""
 
     record: DynamicInferenceRequestRecord
     order: int
     """The number of the sequence's group, in order of arrival."""
     tokens: IntArray
-    """[P] prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
+    """[P], the prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
     stop_ids: tuple[int, ...]
-    """Token ids that finish the sequence: the request's and, unless `ignore_eos`, the model's."""
+    """The token ids that finish the sequence: the request's stop ids and, unless `ignore_eos`, the model's EOS ids."""
     max_length: int
-    """Prompt + completion length at which the sequence finishes."""
+    """The length, prompt included, at which the sequence finishes."""
     min_length: int
-    """Prompt + completion length below which stops are ignored."""
+    """The length, prompt included, up to which stop tokens and stop strings are ignored."""
     hashes: list[int]
-    """Block hashes of the live segment's prompt."""
+    """The block hashes of the live segment's prompt."""
     siblings: list[Sequence] = field(default_factory=list)
-    """Samples of the same group, forked when the prompt has been computed."""
+    """The other samples of the group, which are forked from this sequence once the prompt has been computed."""
     text: Any = None
-    """A `CompletionText` if the request has stop strings."""
+    """The `CompletionText` that looks for stop strings; None: the request has no stop strings."""
     stop_string: str | None = None
-    """Stop string that finished the sequence."""
+    """The stop string that finished the sequence; None: no stop string did."""
     row: int = NO_ROW
     variant: Variant = NO_ADAPTER
     """The adapter variant under which the sequence was accepted; it runs under no other variant."""
     pauses_for_snapshot: bool = True
-    """Whether a prefill with recurrent states ends a step where a snapshot is kept. False after a preemption,
-    which costs enough by itself."""
+    """Whether a prefill chunk of a model with recurrent states ends where a snapshot can be kept. False after a preemption,
+    because the extra step would make the preemption even more expensive."""
     wants_prompt_logprobs: bool = False
-    """Whether prompt log-probs are still to be computed, so that the whole prompt must be prefilled."""
+    """Whether prompt log-probs are still missing, so that the whole prompt must be computed, even if it is cached."""
     images: PromptImages = NO_IMAGES
     """The images of the prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
-    """Sets that the live segment's tokens were drawn from, each packed by `pack_kept`, if they are returned."""
+    """The token sets that the live segment's tokens were drawn from, each packed by `pack_kept`; empty if not requested."""
 
     @property
     def request(self) -> DynamicInferenceRequest:
@@ -177,7 +188,7 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """Sampling parameters of the live segment."""
+        """The sampling parameters of the live segment."""
         return self.request.sampling_params
 
     @property
@@ -188,7 +199,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Sort key: higher priority first, then order of arrival, sample."""
+        """The sort key: higher priority first, then earlier arrival, then lower sample index."""
         return -self.request.priority, self.order, self.record.sample_index
 
     @property
@@ -203,7 +214,7 @@ class Sequence:
 
 
 rank = attrgetter("rank")
-"""Sort key of sequences: their `rank`."""
+"""The sort key for lists of sequences: a function that returns a sequence's `rank`."""
 
 
 def insert(queue: list[Sequence], sequence: Sequence) -> None:
@@ -212,7 +223,7 @@ def insert(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def discard(queue: list[Sequence], sequence: Sequence) -> bool:
-    """Remove a sequence from a list that is sorted by rank; returns whether it was there."""
+    """Remove a sequence from a list that is sorted by rank. Return whether the list contained it."""
     index = bisect.bisect_left(queue, sequence.rank, key=rank)
     if index == len(queue) or queue[index] is not sequence:
         return False
@@ -221,29 +232,31 @@ def discard(queue: list[Sequence], sequence: Sequence) -> bool:
 
 
 class SequenceTable:
-    """Active sequences as arrays, one row each. S rows, C columns; integers are int32.
+    """The active sequences as arrays: S rows, one per sequence, and C token positions. Integers are int32.
 
     Attributes:
-        tokens: [S, C], prompt and completion.
-        logprobs: [S, C] float32, of each completion token (0 on the prompt).
-        values: [S, C, k] float32, of each completion token, by the user's function of hidden states; k is 0 without one.
-        times: [S, C] float64 seconds, when each completion token arrived.
-        length: [S], tokens known.
-        computed: [S], leading positions whose KV is in the cache.
-        prompt_length: [S], prompt length of the live segment.
-        origin: [S], length of the prompt the user gave (a checkpoint makes `prompt_length` grow past it).
+        tokens: [S, C], the tokens of prompt and completion.
+        logprobs: [S, C] float32, the log-prob of each completion token; 0 for prompt tokens.
+        values: [S, C, k] float32, the k numbers per completion token that the user's value function computed; k is 0 if
+            there is no such function.
+        times: [S, C] float64, the time in seconds at which each completion token was sampled.
+        length: [S], the number of tokens known.
+        computed: [S], the number of leading positions whose KV is in the cache.
+        prompt_length: [S], the prompt length of the live segment.
+        origin: [S], the length of the user's prompt. After a preemption, `prompt_length` may be longer.
         max_length, min_length: [S], see `Sequence`.
-        stop_ids: [S, K], padded with `NO_TOKEN`.
-        blocks: [S, B] block table, padded with `NO_BLOCK`.
-        num_blocks: [S].
-        state: [S], slot of its recurrent states, or `NO_SLOT`: there are none, or it has computed nothing yet.
-        trail: [S], the last block after which a decode kept a snapshot of the state, or `NO_BLOCK`.
-        chain: [S] int64, hash of the last complete block registered or matched.
-        chained: [S], number of leading blocks that `chain` covers.
-        position_shift: [S], added to a position after the prompt for its rotary position (images).
-        current: [S] bool, a new request would compute the same KV now (same weights, variant and forward).
-        plain: [S] bool, no Python is needed per token (no stop strings or top-k log-probs).
-        read_routes: reads recorded expert routes; None: none are recorded.
+        stop_ids: [S, K], up to K stop ids per row, padded with `NO_TOKEN`.
+        blocks: [S, B], up to B block ids per row (the block table), padded with `NO_BLOCK`.
+        num_blocks: [S], the number of blocks in each row's block table.
+        state: [S], the slot of the sequence's recurrent states. `NO_SLOT`: the model has no such states, or the sequence has
+            no slot yet.
+        trail: [S], the last block after which a decode step kept a snapshot of the state, or `NO_BLOCK`.
+        chain: [S] int64, the hash of the last complete block that was registered or found in the cache.
+        chained: [S], the number of leading blocks that `chain` covers.
+        position_shift: [S], the number to add to a position after the prompt to get its rotary position; 0 without images.
+        current: [S] bool, whether a new request would now compute the same KV (same weights, variant and forward settings).
+        plain: [S] bool, whether no Python code must run per token (no stop strings, no top log-probs).
+        read_routes: reads recorded expert routes; None: no routes are recorded.
     """
 
     length: IntArray
@@ -278,7 +291,7 @@ class SequenceTable:
         self.plain: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def add(self, sequence: Sequence) -> None:
-        """Give `sequence` a row, filled with its prompt; it holds no block yet."""
+        """Give `sequence` a row and copy its prompt into the row. The row holds no block yet."""
         self._fit(sequence)
         row, prompt, params = self._free.pop(), sequence.tokens, sequence.params
         self.tokens[row, : len(prompt)] = prompt
@@ -298,7 +311,7 @@ class SequenceTable:
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Copy the state of `source`'s computed prompt into `target`'s row, block table included."""
+        """Copy what `source`'s row records about the computed prompt, block table included, into `target`'s row."""
         a, b = source.row, target.row
         for column in (self.computed, self.num_blocks, self.chain, self.chained, self.current):
             column[b] = column[a]
@@ -314,20 +327,23 @@ class SequenceTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, row: int) -> IntArray:
-        """Return the blocks of a row, in chain order (a view)."""
+        """Return a view of a row's blocks, from the first block of the prompt on."""
         return self.blocks[row, : self.num_blocks[row]]
 
     def page_tables(self, rows: IntArray, width: int) -> NDArray[np.int64]:
-        """Return the pages [R, width] of the leading blocks of these rows."""
+        """Return the pages [R, width] of the first `width` blocks of the R given rows."""
         return self._pages.of_blocks(self.blocks[rows, :width]).astype(np.int64)
 
     def generated(self, row: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
-        """Return the completion tokens of the live segment, their log-probs and arrival times (views)."""
+        """Return views of the live segment's completion tokens, their log-probs and their times."""
         span = slice(self.prompt_length[row], self.length[row])
         return self.tokens[row, span], self.logprobs[row, span], self.times[row, span]
 
     def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> SampleDelta:
-        """Return the output of an active sequence beyond `known` tokens, without updating its record; see `growth`."""
+        """Return an active sequence's output beyond the first `known` tokens, without updating its record.
+
+        See `rollout.requests.delta.growth`.
+        """
         row, record = sequence.row, sequence.record
         live = record.segments[-1]
         origin, end = self.origin.item(row), self.length.item(row)
@@ -372,7 +388,7 @@ class SequenceTable:
         return delta
 
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return routes [stop - start, layers, k] of positions of an active sequence, without updating its record."""
+        """Return the expert routes [stop - start, layers, k] of an active sequence's positions from `start` to `stop`."""
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
