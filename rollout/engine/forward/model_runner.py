@@ -1,7 +1,7 @@
-"""Model runner: turns scheduled work into tensors, runs the forward and samples tokens. It owns no queues.
+"""Model runner: turns scheduled work into tensors, runs the forward pass and samples tokens. It owns no queues.
 
-The positions of one step form one packed row [1, P]: decoding sequences first, then prefill chunks. A step takes the fastest
-forward that serves it: a CUDA graph, the fused forward, or the module's own.
+The positions of one step form one packed row [1, P]: decoding sequences first, then prefill chunks. A step uses the fastest
+forward pass that supports it: a CUDA graph, the fused forward pass, or the module's own.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ class ModelRunner:
     """Runs scheduled steps on one model.
 
     Args:
-        module: the module's own forward, which serves every step that no faster one takes.
-        together: involves the other ranks in each forward.
-        exact: run nothing but `fused`, and report log-probs by torch's own log-softmax.
+        module: the module's own forward pass, for every step that no faster forward pass supports.
+        table: the active sequences.
+        adapters: the LoRA adapters that requests may name.
+        together: involves the other ranks in each forward pass.
+        constraints: the structured-output constraints of the rows.
+        exact: whether to run nothing but `fused`, and to compute log-probs with torch's own log-softmax.
 
     Attributes:
-        fused: runs steps in place of the module's forward if it serves the model; None: `without_fused` gives the reason.
+        fused: the fused forward pass, which runs steps instead of the module's own if it supports the model. None:
+            `without_fused` gives the reason.
         graphs: replays decode steps as CUDA graphs; None: `without_graphs` gives the reason.
-        runs: makes several decode steps in one call; None: every call makes one.
+        runs: makes several decode steps in one call; None: every call makes one decode step.
     """
 
     def __init__(
@@ -71,12 +75,12 @@ class ModelRunner:
         self.without_graphs = ""
         self.runs: DecodeRuns | None = None
         self.order = StreamOrder(self.layout.device)
-        """Orders the engine's work on the device after work that callers queued."""
+        """The order of streams: it places the engine's device work after work that callers queued."""
         self.sampling = SamplingTable(self.layout.device)
         self.constraints = constraints
 
     def execute(self, step: ScheduledStep) -> StepTokens:
-        """Run one forward and sample one token per sampled row, or up to `step.ahead` of them.
+        """Run one forward pass and sample one token per sampled row, or make up to `step.ahead` decode steps.
 
         Prompt log-probs of the step's prefill chunks are appended to the sequences that request them.
         """
@@ -113,7 +117,7 @@ class ModelRunner:
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
-        """Change the KV cache as `work` requires, then run `forward`; every member of a tensor-parallel group calls it."""
+        """Zero and copy KV blocks as `work` requires, then run `forward`. Tensor-parallel ranks must all call this."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -123,24 +127,24 @@ class ModelRunner:
             return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
-        """Fill KV blocks with zeros."""
+        """Fill KV blocks with zeros, on all members of a tensor-parallel group."""
         self.cache.zero_blocks(blocks)
         self._together.zero_blocks(blocks)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
-        """Copy (source, destination) state slots, all read before any is written; a negative source: zeros."""
+        """Copy (source, destination) state slots, all read before any is written. A negative source means zeros."""
         if moves:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
-        """Return the reason why a step currently runs the module's own forward. None: it runs the fused forward."""
+        """Return the reason why steps currently run the module's own forward pass. None: they run the fused one."""
         if self.fused is None:
             return self.without_fused
         with self.installation.inference():
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
 
     def refuse_inexact(self) -> None:
-        """Raise `UnsupportedModelError`, with the reason, if the fused forward does not currently serve the model."""
+        """Raise `UnsupportedModelError` with the reason if the fused forward pass does not currently support the model."""
         if (why := self.why_not_fused()) is not None:
             raise UnsupportedModelError(
                 f"InferenceConfig.exact=True: {type(self.model).__name__}: {why}; exact mode serves what the fused C++ "
@@ -153,7 +157,11 @@ class ModelRunner:
         return 0 if self.graphs is None else self.graphs.graph_bytes
 
     def release_workspace(self, *, graphs: bool = False) -> None:
-        """Release buffers that the next step allocates again; `graphs`: also the CUDA graphs, which it captures again."""
+        """Release buffers, which the next step allocates again.
+
+        Args:
+            graphs: whether to release the CUDA graphs too; later steps capture them again.
+        """
         self.module.release()
         self.vision.features.clear()
         if self.fused is not None:
@@ -164,7 +172,7 @@ class ModelRunner:
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
-        """Return a step's rows with their image masks, and what images change in its forward; None: no images."""
+        """Return a step's rows with their image masks, and the image inputs of its forward pass (None if no images)."""
         pictured = any(each.images.items for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
@@ -179,11 +187,16 @@ class ModelRunner:
         images: StepImages | None = None,
         named: Names | None = None,
     ) -> Tensor:
-        """Compute logits [len(keep), V] at packed positions `keep`, valid until the next call.
+        """Compute logits [len(keep), V] at packed positions `keep`. They are valid until the next call.
 
         Args:
-            states: [R] state slot of each sequence, not read if the model has no states; None: the first R slots.
-            named: [R] adapter of each sequence; None: no sequence has one.
+            ids: [P], the token ids of the P packed positions.
+            rows: the R sequences, with their positions and block tables.
+            keep: the packed positions whose logits are needed.
+            states: [R], the state slot of each sequence, not read if the model has no recurrent states; None: the first R
+                slots.
+            images: the image inputs; None: the step has no images.
+            named: [R], the name of each sequence's adapter; None: no sequence names an adapter.
         """
         self.order.follow()
         if states is None:
@@ -208,7 +221,11 @@ class ModelRunner:
 
 
 class DecodeRuns:
-    """Makes runs of decode steps that do not need the scheduler in between. `asked`: see `FusedForward.decode`."""
+    """Makes several decode steps in one call, without the scheduler in between.
+
+    Args:
+        asked: a flag that stops a run early when it is not 0; see `FusedForward.decode`.
+    """
 
     def __init__(self, forward: FusedForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
         self._forward = forward
@@ -216,10 +233,10 @@ class DecodeRuns:
         self._asked = asked
 
     def serves(self, step: ScheduledStep) -> bool:
-        """Return whether steps of these rows can follow one another without the scheduler.
+        """Return whether the rows of `step` can make several decode steps without the scheduler in between.
 
-        They are decodes without named adapters or images that shift later positions. Their tokens are drawn from the logits
-        over the temperature, and they return only log-probs.
+        All rows must be decodes, without named adapters and without images that shift later positions. Their tokens must be
+        drawn from the logits divided by the temperature, without other edits, and return nothing but the token's log-prob.
         """
         runner, rows = self._runner, step.rows
         table, installation = runner.table, runner.installation
@@ -242,7 +259,7 @@ class DecodeRuns:
             return self._forward.ready(installation.module_epoch)
 
     def run(self, step: ScheduledStep) -> StepTokens:
-        """Make up to `step.ahead` steps; `serves` must have returned True."""
+        """Make up to `step.ahead` decode steps. Call this only if `serves` returned True."""
         runner, table, rows = self._runner, self._runner.table, step.rows
         ids, packed = pack(step, table)
         if step.copies:

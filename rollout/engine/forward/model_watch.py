@@ -1,14 +1,14 @@
-"""Detects changes of the forward other than weights, whenever the caller may have changed the module.
+"""Detects changes to the model's forward pass other than changed weights, whenever the caller may have used the module.
 
-The prefix cache is separated by the forward key, which contains:
+Cached KV is shared only under an equal *forward key*. The key contains:
 
-- autocast and its dtype, the precision of float32 matrix products, and hooks on every module;
-- the class of each module, its hooks, its plain attributes, its functions, and its tensors that are not weights;
-- the plain values of its configurations;
-- the forward of each class, and the functions of its file that it calls;
-- the module epoch, if any of these is foreign (see `FAMILIAR`), since foreign code may read anything.
+- autocast and its dtype, the precision of float32 matrix products, and torch's global module hooks;
+- the class of each module, its hooks, plain attributes, functions, and tensors that are not weights;
+- the plain values in the model's configurations;
+- the forward method of each class, and the functions in the same file that the method calls;
+- the module epoch, if any of this code is foreign (see `FAMILIAR`), because foreign code may read anything.
 
-Always true: equal keys of unchanged weights compute the same KV. Functions of torch that were patched are not in the key.
+Always true: with unchanged weights, equal keys compute the same KV. The key does not cover patched functions of torch.
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ from rollout.engine.scheduling.adapters import Variant, layers_with_adapters, va
 from rollout.errors import UnsupportedModelError
 
 FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
-"""Packages whose code reads only the key and the weights. Other code is foreign, except Python's own."""
+"""The packages whose code depends only on the weights and on what the key contains. Other code is foreign, except the
+standard library."""
 
 _KNOWN = FAMILIAR | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ARGUMENTS = frozenset({"use_cache", "_attn_implementation_internal", "rope_deltas"})
-"""Attributes that the engine's forwards override by an argument or by their own value."""
+"""The attributes that the engine's forward passes override, by an argument or by their own value."""
 _UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 }  # fmt: skip
-"""Attributes of modules that the engine's forwards do not read, or that are read elsewhere."""
+"""The module attributes that the engine's forward passes do not read, or that other code in this file covers."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({list, tuple, dict, set})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _MOST_ITEMS = 1024
 _SMALL_BYTES = 1 << 16
-"""Tensors up to this size are compared by content, larger ones by identity and version."""
+"""The maximum size in bytes of tensors that are compared by content; larger ones are compared by identity and version."""
 
 
 class ModelWatch:
-    """A comparison of one model's active adapters, forward key and masks with earlier ones.
+    """Reads one model's active adapters, forward key and masks, and detects whether they have changed.
 
     Args:
-        layout: layout of the model when the engine was built.
-        autocast: dtype that all its forwards are autocast to; None: the caller's autocast applies.
+        layout: the model's layout when the engine was built.
+        installation: counts the module epoch, which rises whenever the caller may have changed the module.
+        autocast: the autocast dtype of the engine's forward passes; None: the caller's autocast applies.
     """
 
     def __init__(
@@ -74,21 +76,21 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Return the active adapters; raises as `variant_of` does."""
+        """Return the active adapters. Raises: see `variant_of`."""
         return variant_of(self.adapted_layers())
 
     def adapted_layers(self) -> list[Any]:
-        """Return the layers with adapters, active or not."""
+        """Return the layers that have adapters, active or not."""
         if (epoch := self._installation.module_epoch) != self._adapted[0]:
             self._adapted = epoch, layers_with_adapters(self._model)
         return self._adapted[1]
 
     def forward_key(self) -> Hashable:
-        """Return the key of everything else that affects a forward."""
+        """Return the key of everything, apart from weights and adapters, that affects the result of a forward pass."""
         return self._precision(), self.modules()
 
     def modules(self) -> Hashable:
-        """Return the key of the modules' computation, without precision; read again if a caller may have changed them."""
+        """Return the part of the key that describes the modules. Scan them again if a caller may have changed them."""
         if (epoch := self._installation.module_epoch) != self._module_epoch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
@@ -99,12 +101,12 @@ class ModelWatch:
         return self._modules
 
     def changed_settings(self) -> str:
-        """Return the names of changed values in the configuration and attention layers that may affect masks."""
+        """Return the names of values in the config and the attention layers that have changed and may affect masks."""
         before, now = self._settings, self._mask_settings()
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
     def masks_changed(self, max_sequence_length: int | None) -> bool:
-        """Return whether the masks differ from the layout's; inspects the model if settings have changed.
+        """Return whether the masks differ from the layout's masks. Inspect the model only if settings have changed.
 
         Raises:
             UnsupportedModelError: the attention layers now use something that the engine does not support.
@@ -139,7 +141,7 @@ class ModelWatch:
 
 
 class _Scan:
-    """One pass over the modules of a model; `foreign`: whether foreign code was found."""
+    """One scan of a model's modules. `foreign`: whether the scan has found foreign code."""
 
     def __init__(self, contents: _Contents) -> None:
         self.foreign = False
@@ -149,7 +151,7 @@ class _Scan:
         self._configs: dict[int, PreTrainedConfig] = {}
 
     def model(self, model: nn.Module) -> Hashable:
-        """Return everything that the key contains about the modules."""
+        """Return the part of the key that describes the modules of `model`."""
         modules = tuple(map(self._module, _modules_of(model)))
         configs = tuple(map(self._config, list(self._configs.values())))
         for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
@@ -183,7 +185,7 @@ class _Scan:
         return tuple((name, self.frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
 
     def frozen(self, value: Any) -> Hashable:
-        """Form of `value` in the key; None for objects that are not compared."""
+        """Return a hashable form of `value` for the key; None for objects that are not compared."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
@@ -199,7 +201,7 @@ class _Scan:
         return self._take(value) if callable(value) else None
 
     def _take(self, function: Any) -> Hashable:
-        """Record the code that a call of `function` runs: the function itself, and functions of its file that it calls."""
+        """Record the code that calling `function` runs: the function itself and the functions in its file that it calls."""
         same = function if isinstance(function, _FUNCTIONS) else _Same(function)
         while isinstance(function, MethodType | partial):
             function = function.func if isinstance(function, partial) else function.__func__
@@ -228,13 +230,13 @@ class _Scan:
 
 
 class _Contents:
-    """A cache of tensor contents, read again when they may have changed."""
+    """A cache of tensor contents. A content is read again when the tensor may have changed."""
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Return the key of a tensor: the content of a small one; for a large one, a value that changes with every write."""
+        """Return the key of a tensor: its content if the tensor is small, else an object that every write replaces."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None
@@ -250,7 +252,7 @@ class _Contents:
 
 
 class _Same:
-    """A key that compares by identity, and keeps the object alive so that its address is not reused."""
+    """A key that compares an object by identity. It keeps the object alive, so that the object's address is not reused."""
 
     __slots__ = ("_it",)
 

@@ -1,4 +1,4 @@
-"""The module's own forward over the KV cache, for every step that no faster forward serves."""
+"""The module's own forward pass over the KV cache, for every step that no faster forward pass supports."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.token_values import TokenValues
 
 VERIFY_TOKENS = 12
-"""The number of tokens in the verification of a model."""
+"""The number of tokens that a short verification of a model runs."""
 
 
 class ModuleForward:
     """Runs the module's own `forward` with paged attention.
 
     Args:
-        states: recurrent states.
-        values: computes values from the hidden states of sampled tokens.
-        routers: the routers whose chosen experts are recorded in the cache; None: nothing is recorded.
+        vision: the model's image support, which prepares the inputs of steps with images.
+        values: the user's value function, which reads the hidden states of sampled tokens.
+        states: the pool of recurrent states.
+        routers: the routers whose chosen experts are recorded in the cache; None: no routes are recorded.
 
     Attributes:
-        library: C++ kernels; None: not on a CPU, or there is no compiler.
-        paged: Triton's kernels; None: not on CUDA, or they do not work.
+        library: the C++ kernels; None: the model is not on a CPU, or the kernels cannot be compiled.
+        paged: the Triton kernels; None: the model is not on CUDA, or the kernels do not work.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class ModuleForward:
         states: NDArray[np.int32],
         images: StepImages | None = None,
     ) -> Tensor:
-        """Compute logits [len(keep), V] at packed positions `keep`; advances the states in slots `states` [R]; see
-        `ModelRunner.forward`.
+        """Compute logits [len(keep), V] at packed positions `keep`, and advance the recurrent states in slots `states` [R].
+
+        See `ModelRunner.forward`.
         """
         if not self.layout.states:
             return self.batch(ids[None], rows, keep, images=images)[0]
@@ -106,7 +108,10 @@ class ModuleForward:
         states: StateRows | None = None,
         images: StepImages | None = None,
     ) -> Tensor:
-        """Compute logits [B, len(keep), V] of ids [B, L] at positions `keep` (none: the last) of every row."""
+        """Compute logits [B, len(keep), V] for B rows of L token ids each, at columns `keep` of every row.
+
+        If `keep` is empty, compute the logits of the last column.
+        """
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
         rotary = rows.positions if images is None else images.positions
@@ -133,7 +138,7 @@ class ModuleForward:
         return logits
 
     def own_logits(self, tokens: Sequence[int]) -> Tensor:
-        """Compute the logits [V] after `tokens`, by the model's own unpaged attention, in eval mode."""
+        """Compute the logits [V] after `tokens` with the model's own attention, without the KV cache, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
         with in_eval_mode(self.model.modules()), torch.no_grad():
             # Compute all positions of a short input. Comparing with it also verifies the code behind `logits_to_keep`.
@@ -148,7 +153,7 @@ class ModuleForward:
 
     @property
     def without_library(self) -> str:
-        """The reason why there is no `library`."""
+        """The reason why `library` is None."""
         on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 
@@ -160,7 +165,7 @@ class ModuleForward:
 
 
 def _kernel_shapes(layout: ModelLayout) -> list[Heads]:
-    """Return the head counts and sizes of the model's layers that the Triton kernels take, without duplicates."""
+    """Return the distinct head counts and head sizes among the layers that the Triton kernels can run."""
     found = (
         Heads(call.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim)
         for shape, call in zip(layout.layers, layout.calls, strict=True)

@@ -1,7 +1,7 @@
-"""Batches of one step of a model with recurrent states.
+"""Splits a step of a model with recurrent states into batches.
 
-Its layers separate sequences by rows only, so the packed positions of a step are split into batches [B, L]: all decodes form
-a batch, and prefill chunks of equal length form another.
+Recurrent layers need one row per sequence, so the packed positions of a step are split into batches [B, L]. All decodes form
+one batch, and so do all prefill chunks of equal length.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LengthGroup:
-    """One forward: B sequences with L positions each."""
+    """The batch of one forward pass: B sequences with L positions each, K of which are *kept* (their logits are needed)."""
 
     members: IntArray
-    """[B] index of each sequence in the step."""
+    """[B], the index of each sequence in the step."""
     positions: IntArray
-    """[B, L] packed positions that this forward computes."""
+    """[B, L], the packed positions that this forward pass computes."""
     rows: PagedRows
-    """Rows of these positions."""
+    """The packed rows of `positions`."""
     columns: IntArray
-    """[C], at least one: columns whose logits are computed."""
+    """[C], at least one: the columns of the batch whose logits are computed."""
     places: IntArray
-    """[K] indices of the step's kept positions that are computed here."""
+    """[K], the indices of this batch's kept positions in the step's list of kept positions."""
     row: IntArray
-    """[K] row of each of these positions."""
+    """[K], the row of each kept position in the batch."""
     column: IntArray
-    """[K] index in `columns` of each of these positions."""
+    """[K], the index of each kept position's column in `columns`."""
 
 
 def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:
-    """Return groups of sequences with equally many positions in this step.
+    """Yield the sequences of a step in groups with equally many positions.
 
     Args:
-        keep: [K] packed positions whose logits are needed.
+        rows: the packed rows of the step.
+        keep: the packed positions whose logits are needed.
     """
     begin, length = rows.offsets[:-1], rows.counts
     member_of = np.searchsorted(begin, keep, side="right") - 1

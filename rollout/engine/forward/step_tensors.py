@@ -1,4 +1,4 @@
-"""Tensors of a scheduled step: builds the inputs of its forward, and samples tokens and log-probs from its logits."""
+"""Tensors of a scheduled step: builds the inputs of the forward pass, and samples tokens and log-probs from the logits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.requests.token_columns import KeptTokens, packed_sets
 
 PROMPT_LOGPROB_ROWS = 256
-"""Prompt positions per full-vocabulary log-softmax; bounds the memory."""
+"""The number of prompt positions per log-softmax over the vocabulary, which limits the memory that it takes."""
 
 
 def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
-    """Return the token ids [P] and rows of a step, with block tables wide enough for the next `step.ahead` steps."""
+    """Return the token ids [P] and the packed rows of a step. Block tables are wide enough for `step.ahead` decode steps."""
     offsets = np.zeros(len(step.rows) + 1, np.int64)
     np.cumsum(step.counts, out=offsets[1:])
     entries = np.repeat(np.arange(len(step.rows)), step.counts)
@@ -45,7 +45,7 @@ def sample_step(
     *,
     exact: bool,
 ) -> StepTokens:
-    """Draw one token for each sampled row of a step from its logits [R, V]."""
+    """Draw one token for each of the R sampled rows of a step, from logits [R, V]."""
     rows = step.sampled_rows
     params = sampling.select(rows)
     length = table.length[rows]
@@ -75,7 +75,10 @@ def sample_step(
 
 
 def prompt_spans(step: ScheduledStep, packed: PagedRows) -> list[tuple[Sequence, NDArray[np.int64]]]:
-    """Return packed positions whose successor is a prompt token, for each sequence that requests prompt log-probs."""
+    """Return (sequence, packed positions) for each prefilled sequence that requests prompt log-probs.
+
+    The positions are all positions of the chunk that are followed by a prompt token.
+    """
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
         if sequence.wants_prompt_logprobs:
@@ -93,13 +96,14 @@ def take_prompt_logprobs(
     *,
     exact: bool,
 ) -> None:
-    """Append the log-probs of the tokens after `positions` to a sequence.
+    """Append the log-probs of the tokens that follow `positions` to a sequence's prompt log-probs.
 
     Args:
-        logits: [P, V] at the positions.
-        positions: [P] in the sequence.
-        text_ids: returns token ids with the placeholders of images.
-        exact: use torch's own log-softmax.
+        sequence: the sequence, whose prompt is being computed.
+        logits: [P, V], the logits at the P positions.
+        positions: [P], positions in the sequence.
+        text_ids: replaces image keys by the ids of the placeholder tokens.
+        exact: whether to use torch's own log-softmax.
     """
     targets = upload(text_ids(sequence.tokens[positions + 1]).astype(np.int64), logits.device)
     top = sequence.params.prompt_logprobs or 0

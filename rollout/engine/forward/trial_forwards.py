@@ -1,6 +1,6 @@
-"""Forwards of a model runner outside of requests: they verify a model and measure the memory of a full step.
+"""Trial forward passes without requests: they verify a model, and measure the memory that a full step takes.
 
-All blocks and state slots must be free; they contain zeros afterwards.
+All blocks and state slots must be free. The blocks that a trial used contain zeros afterwards.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from rollout.engine.sampling.sampler import token_logprobs
 from rollout.errors import UnsupportedModelError
 
 SAME_ATTENTION = 1e-2
-"""Largest difference between the logits of a replayed step and of the same forward without a replay, relative to the largest
-logit."""
+"""The largest allowed difference between logits with and without CUDA graphs, relative to the largest logit."""
 FOREIGN_TOKENS = 4096
-"""The maximum number of tokens of a verification if parts of the model are not transformers' own."""
+"""The maximum number of tokens in the verification of a model that has parts from outside transformers."""
 
 
 # --- verification ---------------------------------------------------------------------------------------------------------
 
 
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-    """Compare tokens in chunks through the paged path with the model's own forward, using the same routes.
+    """Compare chunked forward passes over the paged KV cache with the model's own forward pass, under equal expert routes.
 
-    This finds state that passes between positions outside of attention and, on a GPU, wrong kernels and graphs, because the
-    last token is a decode step. A graph or fused forward that differs is no longer used. If attention or positions are not
-    transformers' own, they may differ only in a long sequence, so a long one is compared too.
+    This finds layers that pass state between positions outside of attention. On a GPU it also finds wrong kernels and CUDA
+    graphs, because the last token is a decode step. If CUDA graphs or the fused forward pass give other logits, they are no
+    longer used. If attention or rotary positions are not transformers' own, an error may show only in a long sequence, so a
+    long sequence is compared too.
 
     Args:
-        room: maximum number of tokens of a sequence.
-        all_ranks: whether a condition is true on all ranks that compute a forward together; all of them call it at once.
+        runner: runs the forward passes.
+        room: maximum number of tokens in a sequence.
+        all_ranks: returns whether a condition is True on all ranks that compute forward passes together. All of these ranks
+            call it at the same time.
 
     Raises:
-        UnsupportedModelError: the logits differ, on this rank or on another of these ranks.
+        UnsupportedModelError: the logits differ, on this rank or on one of these other ranks.
     """
     short = min(room, VERIFY_TOKENS)
     _verify(runner, short, [short - short // 2], all_ranks)
@@ -115,9 +117,9 @@ def _verify(
 def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine: Callable[[float], bool]) -> float:
     """Return the largest difference between the logits after `tokens`, in chunks ending at `cuts`, and the model's own.
 
-    It is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has routers, the
-    model's own forward takes the routes of the chunks, because rounding may decide between two experts with similar scores.
-    Then the routers' scores count too, by how much the chosen ones are lower, relative to the largest score.
+    The difference is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has
+    routers, the model's own forward pass is repeated with the chunks' expert choices, because rounding may decide between
+    two experts with similar scores. The result then also covers the routers: it is at least `_Replayed.worst`.
     """
     found = _relative(paged_logits(runner, tokens, *cuts), runner.module.own_logits(tokens))
     if fine(found):
@@ -138,10 +140,11 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
 def paged_logits(
     runner: ModelRunner, tokens: list[int], *cuts: int, routes: list[list[Tensor]] | None = None
 ) -> Tensor:
-    """Compute the logits [V] after `tokens`, in chunks ending at `cuts`, in the first blocks and state slot (all free).
+    """Compute the logits [V] after `tokens`, in chunks that end at `cuts`. Use the first blocks and the first state slot.
 
     Args:
-        routes: gets one list per chunk with the experts [L, k] of each choice, in order; None: routes are not recorded.
+        routes: an output list. For each chunk, append a list of the routers' choices in order, each choice [L, k] with k
+            experts for each of the chunk's L tokens. None: routes are not recorded.
     """
     size = runner.table.block_size
     blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
@@ -164,7 +167,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
-    """Remove a runner's `graphs` or `fused` inside the block."""
+    """Open a block in which a runner's attribute `lane`, `graphs` or `fused`, is None. Yield the attribute's value."""
     faster = getattr(runner, lane)
     setattr(runner, lane, None)
     try:
@@ -175,7 +178,7 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 
 @contextmanager
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
-    """Append the routers' choices in the block's forward to a list; every choice of a router is a `topk`."""
+    """Open a block in which the routers' choices are appended to `chosen`. A router's choice is a call of `topk`."""
     fused = runner.fused if runner.why_not_fused() is None else None
 
     def keep(scores: Tensor, live: Tensor) -> None:
@@ -195,14 +198,15 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
 
 
 class _Replayed(Topk):
-    """Replaces the choices of one forward of all chunks by given choices.
+    """Replaces the routers' choices in one forward pass by given choices.
 
     Args:
-        given: [rows, k] per choice; a choice of another shape stays the live one.
+        given: the experts [rows, k] of each choice, in order. None, or another shape: the router's own choice is used.
 
     Attributes:
-        worst: largest distance in a row between the lowest score that would be chosen and the lowest of those given,
-            relative to the row's largest score: how far the given choices are from what rounding can explain.
+        worst: how far the given choices are from what rounding can explain. For each row, take the lowest score among the
+            router's own choices, minus the lowest score among the given choices, relative to the row's largest score; this
+            is the maximum over all rows.
     """
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
@@ -226,9 +230,15 @@ class _Replayed(Topk):
 
 
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
-    """Return the device bytes of a step in addition to weights and pool, measured by `run_prefill`; 0 on a CPU.
+    """Return the device bytes that a step takes in addition to weights and KV pool, measured by `run_prefill`; 0 on a CPU.
 
-    If the device has no memory for `tokens` tokens, fewer are measured.
+    If the device has no memory for `tokens` tokens, measure with fewer tokens.
+
+    Args:
+        runner: runs the forward pass.
+        tokens: number of tokens in the step.
+        longest: maximum length of a sequence, in tokens.
+        rows: number of rows of logits that the step computes.
     """
     device = runner.layout.device
     if device.type != "cuda":
@@ -256,7 +266,10 @@ def bytes_to_come(runner: ModelRunner) -> int:
 
 
 def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> None:
-    """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest`, and score `rows` logits."""
+    """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest` tokens.
+
+    Compute logits and log-probs for `rows` of them.
+    """
     size = runner.table.block_size
     width = -(-min(tokens, longest) // size)
     room = runner.cache.num_blocks

@@ -1,1 +1,1 @@
-"""Sampler: logits and sampling parameters to tokens and log-probs."""
+"""Sampler: turns logits and sampling parameters into tokens and log-probs."""

@@ -1,7 +1,7 @@
-"""Structured output: the tokens that may come next under a request's constraint, by llguidance.
+"""Structured output: which tokens a request's constraint allows next, computed by the llguidance library.
 
-A matcher caches the constraint's state, which depends only on the completion's tokens. Nothing has to be saved for
-preemption, suspension or a restart.
+A matcher caches the constraint's state, which depends only on the completion's tokens. So nothing has to be saved for a
+preemption, a suspend or a restart.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from rollout.requests.detokenizer import TokenBytes
 from rollout.sampling_params import StructuredOutput, json_rule
 
 KEPT = 128
-"""The number of compiled constraints kept for later requests."""
+"""The maximum number of compiled constraints that are cached for later requests."""
 
 Bits = NDArray[np.uint8]
-"""[K, ceil(V / 8)]: bit v % 8 of byte v // 8 is set if token v may come next."""
+"""The masks of K rows over V tokens, [K, ceil(V / 8)]: bit v % 8 of byte v // 8 is set if token v may come next."""
 
 
 @dataclass(frozen=True, eq=False)
 class Allowed:
-    """Masks of the constrained rows of a step."""
+    """The masks of the constrained rows in a step."""
 
     rows: list[int]
+    """The constrained rows, ascending."""
     bits: Bits
+    """The mask of each of these rows."""
     failed: dict[int, str]
-    """Row → why its constraint cannot be followed any further. Such a row gets no token."""
+    """The reasons why rows cannot follow their constraint any further, by row. Such a row gets no token."""
 
     def only(self, row: int, tokens: Sequence[int]) -> bool:
-        """Return whether `row` is constrained to exactly these tokens."""
+        """Return whether `row` is constrained and no token other than `tokens` is allowed."""
         if row not in self.rows:
             return False
         bits = self.bits[self.rows.index(row)].copy()
@@ -56,12 +58,14 @@ class _Matcher:
 
 
 class Constraints:
-    """Constraints of the slots of one engine. `check` may be called from any thread.
+    """The constraints of one engine's completions. A *slot* is the row of a completion in the sequence table.
+
+    `check` may be called from any thread.
 
     Args:
         tokenizer: a Hugging Face tokenizer; None: constraints are rejected.
-        vocab_size: size V of the model's vocabulary.
-        end_ids: end-of-text tokens, which are allowed when the text is complete.
+        vocab_size: the size V of the model's vocabulary.
+        end_ids: the end-of-text tokens, which are allowed once the text is complete.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -77,19 +81,19 @@ class Constraints:
         """Compile a constraint, unless it is already compiled.
 
         Raises:
-            InvalidRequestError: it does not compile, or the tokenizer cannot be constrained.
+            InvalidRequestError: the constraint does not compile, or there is no suitable tokenizer.
         """
         self._copy_of(constraint)
 
     def set(self, slot: int, constraint: StructuredOutput | None) -> None:
-        """Set the constraint of the completion in a slot."""
+        """Set the constraint of the completion in a slot; None: the completion is not constrained."""
         if constraint is not None:
             self._matchers[slot] = _Matcher(self._copy_of(constraint))
         else:
             self._matchers.pop(slot, None)
 
     def constrains(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether a row of these slots is constrained."""
+        """Return whether any of these slots is constrained."""
         return bool(self._matchers) and any(slot in self._matchers for slot in slots.tolist())
 
     def allowed(
@@ -99,11 +103,13 @@ class Constraints:
         origin: NDArray[np.int32],
         length: NDArray[np.int32],
     ) -> Allowed | None:
-        """Return the masks of the rows whose slots are constrained; None if there are none.
+        """Return the masks of the rows whose slots are constrained; None if no slot is constrained.
 
         Args:
             slots: [R], the slot of each row.
-            tokens: [S, C], tokens of every slot; its completion is `origin` … `length`, [S] each.
+            tokens: [S, C], the prompt and completion tokens of every slot.
+            origin: [S], the index of the first completion token of every slot.
+            length: [S], the number of tokens of every slot.
         """
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._matchers] if self._matchers else []
         if not rows:
@@ -163,7 +169,7 @@ class Constraints:
 
 
 class _Vocabulary:
-    """A tokenizer in llguidance's form. Added tokens that are not special are text, as in replies."""
+    """A tokenizer in the form that llguidance requires. Added tokens that are not special count as text, as in replies."""
 
     bos_token_id = None
 
@@ -175,12 +181,12 @@ class _Vocabulary:
         self.special_token_ids = sorted({token for token in known.special if token < vocab_size}.union(end_ids))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenise a text. No outcome depends on it, because no tokens are forced."""
+        """Tokenize a text. llguidance requires this method, but its result has no effect, because no tokens are forced."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 _INTERNALS = re.compile(r"\n<state>.*|\n +\d+ \| .*|at \d+\(\d+\): failed to compile JSON schema: ", re.DOTALL)
-"""Parts of the library's messages about its own state, and about the grammar it gets for a schema."""
+"""A pattern for the parts of llguidance's messages that do not help users: internal state, and the generated grammar."""
 
 
 def _why(matcher: Any) -> str:
@@ -191,7 +197,10 @@ def _why(matcher: Any) -> str:
 
 
 def _lark(library: Any, constraint: StructuredOutput) -> str:
-    """Return the constraint as llguidance's Lark. Forced tokens, which would allow only one tokenisation, are off."""
+    """Return the constraint as a Lark grammar for llguidance.
+
+    The grammar switches forced tokens off, because they would allow only one tokenization of a text.
+    """
     if constraint.json_schema is not None:
         text = f"start: {json_rule(json.loads(str(constraint.json_schema)))}"
     elif constraint.regex is not None:

@@ -1,4 +1,4 @@
-"""Changes of logits before filtering (logit_bias, banned tokens, constraints, penalties), and the kept tokens."""
+"""Changes to logits before filtering (logit_bias, banned tokens, constraints, penalties), and the sets of kept tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
 
 Sets = tuple[Tensor, Tensor] | tuple[None, None]
-"""Kept tokens: ids [K] int32, row after row, ascending in a row; number of ids [R] int64, 0 for rows that return none."""
+"""The kept tokens of R rows: all ids [K] int32, row after row, ascending within a row; and the number of ids of each row [R]
+int64, which is 0 for rows that do not return their kept tokens."""
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
-"""The token ids of one row, as (prompt, completion)."""
+"""The token ids of one row: (prompt, completion)."""
 
 
 def edited(
@@ -26,10 +27,15 @@ def edited(
     banned: Sequence[tuple[int, Sequence[int]]],
     masked: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Apply biases, banned tokens, constraints and penalties; `raw` itself if there are none, else a changed copy.
+    """Apply biases, banned tokens, constraints and penalties. Return a changed copy, or `raw` itself if there are none.
 
     Args:
-        masked: row indices [K] int64 and the tokens that their constraints remove, [K, V] bool.
+        raw: [R, V] float32, the logits.
+        rows: the sampling parameters of the R rows.
+        histories: the token ids of every row; None: no row has a penalty.
+        banned: pairs of a row and the token ids that must not be drawn in the row.
+        masked: the result of `removed`: the indices [K] of constrained rows, and the tokens that their constraints exclude,
+            [K, V] bool; None: no row is constrained.
     """
     if not (rows.any_bias or rows.any_penalty or banned or masked):
         return raw
@@ -51,7 +57,10 @@ def edited(
 
 
 def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the constrained rows in [start, end), counted from `start`, and the tokens they exclude; None: no such row."""
+    """Return the constrained rows in [start, end) and the tokens that they exclude; None if no such row is constrained.
+
+    The rows are int64 [K], counted from `start`; the excluded tokens are bool [K, V].
+    """
     places = [place for place, row in enumerate(allowed.rows) if start <= row < end]
     if not places:
         return None
@@ -79,7 +88,7 @@ def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) 
 
 
 def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two int64 arrays [N] on the device: the row of every token, and its index in the flattened scores."""
+    """Return two int64 tensors [N] on the device: the row of each token, and the token's index in the flattened scores."""
     vocabulary = scores.shape[1]
     counts, token = np.array([len(ids) for ids in tokens]), np.concatenate(tokens)
     inside = (token >= 0) & (token < vocabulary)
@@ -94,13 +103,14 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
 
 
 def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -> Sets:
-    """Return the kept tokens that can be drawn; on a CPU the C++ kernel finds them while it draws (`CpuDraw`).
+    """Return the kept tokens that can be drawn. (On a CPU, the C++ kernel finds them while it draws, see `CpuDraw`.)
 
-    Tokens of weight 0 cannot be drawn. Without them, a set bounded only by top_k stays small if the distribution is sharp.
+    Tokens of weight 0 cannot be drawn and are left out. So a set stays small if the distribution is sharp.
 
     Args:
         kept: [R, V] bool, the tokens that pass the filters.
-        relative: [R, V] probabilities relative to the most likely token.
+        relative: [R, V], the probabilities relative to the most likely token.
+        rows: the sampling parameters of the R rows.
         least: the smallest relative probability whose weight is not 0.
     """
     everywhere = len(rows.keeping) == len(rows)
@@ -113,7 +123,12 @@ def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -
 
 
 def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
-    """Return the kept tokens of rows that return none; `wanted`: other rows of the step return theirs."""
+    """Return empty sets for rows that do not return their kept tokens.
+
+    Args:
+        rows: the sampling parameters of the rows.
+        wanted: whether other rows of the step return their sets; if not, return (None, None).
+    """
     if not wanted:
         return None, None
     device = rows.key.device

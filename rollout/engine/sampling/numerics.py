@@ -1,7 +1,7 @@
-"""Numbers that depend on a single row only: its random stream, and log-probs with the bits of torch's own log-softmax.
+"""Numbers that depend on a single row of a batch: random numbers, and log-probs bit-identical to torch's own log-softmax.
 
-The random number at a position depends only on key and position, so a sample's tokens are independent of the rest of the
-batch, of interruptions and of the device.
+A random number depends only on the row's key and position. So a sample's tokens do not depend on the rest of the batch, on
+interruptions or on the device.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 from rollout.requests.block_hash import GOLDEN, LAST_SHIFT, ROUNDS
 
 SHORT = 2**14
-"""Elements of an operation that torch runs on one thread; it splits operations of 2^15 elements."""
+"""The number of elements per operation. torch runs an operation of this size on one thread, but splits 2^15 elements."""
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return uniform float64 [R] in [0, 1) for int64 keys [R] and positions [R], equal bit for bit on every device.
 
-    splitmix64 at counter `positions`, in wrap-around int64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, OOPSLA 2014).
+    The generator is splitmix64 with counter `positions`, in wrap-around int64 (Steele, Lea, Flood: Fast splittable
+    pseudorandom number generators, OOPSLA 2014).
     """
     state = (positions + 1).mul_(_signed(GOLDEN)).add_(keys)
     for shift, factor in ROUNDS:
@@ -37,9 +37,9 @@ def _logical_shift(state: Tensor, shift: int) -> Tensor:
 
 
 def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Divide scores [R, V] by the temperature [R] of each row, with the bits of torch's `scores / number`.
+    """Divide scores [R, V] by the temperature [R] of each row, bit-identical to torch's `scores / number`.
 
-    On CUDA torch multiplies by the reciprocal of a number; dividing by a tensor gives other bits there.
+    On CUDA, torch divides by a Python number by multiplying with its reciprocal; dividing by a tensor gives other bits.
     """
     if scores.device.type == "cuda":
         return torch.mul(scores, temperature.reciprocal()[:, None], out=out)
@@ -47,13 +47,14 @@ def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None 
 
 
 def softmax_logprobs(scores: Tensor, token_ids: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """Return float32 log-probs of ids [R, k]: `(scores.float() / temperature).log_softmax(-1)`, bit for bit.
+    """Return float32 log-probs [R, k] of k token ids per row: `(scores.float() / temperature).log_softmax(-1)`, bit for bit.
 
-    torch's log-softmax of a row is independent of the other rows. On a CPU rows are computed one by one, in operations too
-    short for torch's OpenMP threads, which would keep spinning next to the kernels' threads.
+    torch's log-softmax of a row is independent of the other rows. On a CPU, rows are computed one by one, in operations too
+    short for torch's OpenMP threads: these threads would keep spinning next to the kernels' threads.
 
     Args:
         scores: [R, V], any float dtype.
+        token_ids: [R, k] int64, the token ids of each row.
         temperature: [R] float32; None: 1.
     """
     if scores.device.type != "cpu":

@@ -1,16 +1,17 @@
-"""Sampling: logits and parameters to tokens and log-probs.
+"""Sampling: turns logits and sampling parameters into tokens and log-probs.
 
 Always true:
-- A row's token and log-probs depend only on its logits, parameters, key and position, bit for bit. Probabilities are summed
-  as integers (the most likely token weighs 2^42), so the order of a sum is irrelevant.
-- A token of weight 0 cannot be drawn: filtered tokens, and tokens less than 2^-42 as likely as the most likely one.
+- A row's token and log-probs depend only on the row's logits, parameters, key and position, bit for bit. Probabilities are
+  summed as integers (the most likely token has weight 2^42), so the order of a sum is irrelevant.
+- A token of weight 0 cannot be drawn. Filtered tokens have weight 0, and so do tokens less than 2^-42 as likely as the most
+  likely token.
 - The given logits are not changed. Nothing synchronises with the device, except for rows that return their kept tokens.
 - A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id. The caller checks for NaN
   when it reads the log-probs; raising here would need a synchronisation.
 
-Order: logit_bias, banned tokens, constraints, repetition, presence and frequency penalties, temperature, top_k, top_p,
-min_p. Among equal logits the filters keep the lower ids. A greedy row takes the largest logit (lowest id on ties) with
-temperature 1 and its filters off.
+Parameters apply in this order: logit_bias, banned tokens, constraints, repetition, presence and frequency penalties,
+temperature, top_k, top_p, min_p. Among equal logits the filters keep the lower ids. A greedy row takes the largest logit
+(the lowest id on ties), with temperature 1 and its filters off.
 
 A draw is an inverse-CDF search in two levels: first the block of `BLOCK` tokens in the running sums of the blocks, then the
 token in the running sum inside the block.
@@ -40,13 +41,14 @@ UNIT = 2.0**42
 log-prob by at most 2^-42 per token of the vocabulary."""
 
 LOWEST = -50.0
-"""Logits this far or farther below the largest weigh at most exp(-50) * 2^42 < 1e-9, which rounds to 0."""
+"""The lower bound on a logit minus the row's largest logit. Below it a weight is at most exp(-50) * 2^42 < 1e-9, which
+rounds to 0."""
 
 CPU_ELEMENTS = 2**19
-"""Logits per operation and CPU thread: few enough for the cache, enough to amortise the call."""
+"""The number of logits per operation and CPU thread: few enough for the CPU cache, enough to amortise the call."""
 
 DEVICE_ELEMENTS = 2**27
-"""Logits per operation on other devices, which bounds the temporaries (about 20 bytes per logit)."""
+"""The number of logits per operation on other devices, which limits temporary tensors (about 20 bytes per logit)."""
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -54,20 +56,21 @@ DEVICE_ELEMENTS = 2**27
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """One token per row. NaN in `logprobs`: the row had no finite largest logit."""
+    """The results of R rows, one token each. NaN in `logprobs`: the row had no finite largest logit."""
 
     token_ids: Tensor
-    """[R] int64, ids of the drawn tokens."""
+    """[R] int64, the ids of the drawn tokens."""
     logprobs: Tensor
-    """[R] float32, log-probs under the distribution selected by `logprobs_mode`."""
+    """[R] float32, the log-probs of the drawn tokens, under the distribution that `logprobs_mode` selects."""
     top_ids: Tensor | None
-    """[R, k] int64, most likely first, lower id first on ties; k is the largest `logprobs` of a row, None if 0."""
+    """[R, k] int64, the most likely tokens, most likely first, lower id first on ties. k is the largest number of top
+    log-probs that a row returns; None if no row returns any."""
     top_logprobs: Tensor | None
-    """[R, k] float32 under the same distribution as `logprobs`; -inf where a filter removed the token."""
+    """[R, k] float32, the log-probs of `top_ids` under the same distribution; -inf if a filter removed the token."""
     kept_ids: Tensor | None = None
-    """[K] int32, kept tokens of the rows that return them: row after row, ascending; None if no row does."""
+    """[K] int32, the kept tokens of the rows that return them, row after row, ascending; None if no row returns them."""
     kept_counts: Tensor | None = None
-    """[R] int64, number of `kept_ids` of each row."""
+    """[R] int64, the number of `kept_ids` of each row."""
 
 
 @torch.no_grad()
@@ -85,12 +88,12 @@ def sample(
 
     Args:
         logits: [R, V], any float dtype; V below 2^21. The arithmetic is float32.
-        rows: the parameters of the R rows; a logit_bias names tokens of the vocabulary only.
-        positions: [R] int64, the number of completion tokens each row already has: the counter of its random stream.
-        histories: the token ids of every row; read only for rows with a penalty, None if there is none.
-        banned: (row, token ids that must not be drawn); ids outside the vocabulary are ignored.
-        exact: compute log-probs by torch's `log_softmax`, as a trainer does; the tokens are the same.
-        allowed: the tokens of constrained rows; the others of such a row cannot be drawn.
+        rows: the parameters of the R rows. Every token in a logit_bias must be in the vocabulary.
+        positions: [R] int64, the number of completion tokens that each row already has: the counter of its random stream.
+        histories: the token ids of every row, read only for rows with a penalty; None: no row has a penalty.
+        banned: pairs of a row and the token ids that must not be drawn in the row; ids outside the vocabulary are ignored.
+        exact: whether to compute log-probs with torch's `log_softmax`, as a trainer does; the tokens are the same.
+        allowed: the tokens that constrained rows may draw; None: no row is constrained.
     """
     kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
     if kernel is not None and rows.plain and not (banned or allowed):
@@ -115,15 +118,19 @@ def sample(
 def token_logprobs(
     logits: Tensor, targets: Tensor, k: int, *, exact: bool = False, temperature: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return float32 log-probs of logits [T, V] at targets [T] (int64), and of the k most likely tokens.
+    """Compute the log-probs of T target tokens, and of the k most likely tokens in each row.
 
     Args:
-        exact: compute the log-probs by torch's own `log_softmax`.
+        logits: [T, V], any float dtype.
+        targets: [T] int64, the target token of each row.
+        k: number of most likely tokens per row; if it exceeds V, V tokens are returned.
+        exact: whether to compute the log-probs with torch's own `log_softmax`.
         temperature: [T] float32, above 0, by which logits are divided; None: 1.
 
     Returns:
-        Log-probs [T] float32, the bits that `sample` gives for these tokens; ids [T, k] int64 and log-probs [T, k] float32,
-        most likely first, or None twice if k is 0. A k beyond V gives V columns.
+        (log-probs of the targets, ids of the most likely tokens, their log-probs). The shapes are [T] float32, [T, k] int64
+        and [T, k] float32, most likely first. The last two are None if k is 0. A target's log-prob is bit-identical to the
+        one that `sample` returns for the token.
     """
     kernel = cpu_draw.load() if not (k or exact) and cpu_draw.serves(logits) else None
     if kernel is not None:
@@ -148,7 +155,7 @@ def token_logprobs(
 
 
 def _rows_at_once(logits: Tensor) -> int:
-    """Return the number of rows per operation: as many as a CPU's cache holds, elsewhere as bound the temporaries."""
+    """Return the number of rows per operation: on a CPU what the cache holds, on other devices what limits temporaries."""
     elements = CPU_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else DEVICE_ELEMENTS
     return max(1, elements // logits.shape[1])
 
@@ -164,11 +171,14 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """The results that a call returns in addition to tokens and log-probs."""
+    """What a call must compute in addition to tokens and log-probs."""
 
     top_n: int
+    """The number of top log-probs per row."""
     kept: bool
+    """Whether some row returns its kept tokens."""
     exact: bool
+    """Whether log-probs are computed with torch's `log_softmax`."""
 
     @property
     def scores(self) -> bool:
@@ -184,7 +194,7 @@ def _sample(
     wanted: _Wanted,
     kernel: CpuDraw | None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute the fields of `Sampled` from edited float32 scores [R, V] and the model's own logits `raw`."""
+    """Compute the fields of `Sampled` from edited float32 scores [R, V] and the unedited logits `raw`."""
     scratch = rows.scratch
     if kernel is None:
         token_ids, total, score, listed, kept = _drawn(scores, rows, positions, wanted)
@@ -209,7 +219,7 @@ def _sample(
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:
-    """Return scores [R, V] with -inf where filtered; if wanted, the scores of the final distribution."""
+    """Return scores [R, V] with -inf for filtered tokens, and the scores of the final distribution (None if not wanted)."""
     if not (rows.filters or wanted.scores):
         return scores, None
     scratch, tempered = rows.scratch, scores
@@ -231,7 +241,12 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
 def _drawn(
     scores: Tensor, rows: SamplingRows, positions: Tensor, wanted: _Wanted
 ) -> tuple[Tensor, _Total, Tensor, Tensor | None, Sets]:
-    """Draw tokens: ids [R, 1], sum of exponentials, score of each token; if wanted, final scores and kept tokens."""
+    """Draw one token per row.
+
+    Returns:
+        (token ids [R, 1], log-sum-exp of the scores, score of each token, scores of the final distribution, kept tokens).
+        The last two are None unless wanted.
+    """
     relative, peak, greedy_ids, listed, kept = _relative(scores, rows, wanted)
     weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
     ends = weights.sum(-1).cumsum(-1)
@@ -243,10 +258,12 @@ def _drawn(
 def _relative(
     scores: Tensor, rows: SamplingRows, wanted: _Wanted
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Sets]:
-    """Return probabilities relative to the most likely token, 0 if filtered, in blocks [R, C, BLOCK].
+    """Compute each token's probability relative to the most likely token of its row.
 
-    Also the largest score [R, 1]; its token ids [R], if some row is greedy; if wanted, the scores [R, V] of the final
-    distribution, and the kept tokens.
+    Returns:
+        (relative probabilities, largest score, most likely tokens, scores of the final distribution, kept tokens). The
+        relative probabilities are 0 for filtered tokens, and in C blocks per row [R, C, BLOCK]. The largest score is [R, 1],
+        the most likely tokens are ids [R] (None if no row is greedy). The last two are None unless wanted.
     """
     scratch = rows.scratch
     tempered = scores
@@ -279,7 +296,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
 
 
 def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) -> Tensor | None:
-    """Return the tokens that pass the filters, bool [R, V]; None when there are no filters."""
+    """Return a mask of the tokens that pass the filters, bool [R, V]; None if there are no filters."""
     kept = None
     if rows.filters & {"top_k", "top_p"}:
         kept = _likeliest(scores, peak, rows)
@@ -290,7 +307,7 @@ def _kept(scores: Tensor, peak: Tensor, relative: Tensor, rows: SamplingRows) ->
 
 
 def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
-    """Return the top-k/top-p mask, bool [R, V]."""
+    """Return a mask of the tokens that pass top_k and top_p, bool [R, V]."""
     limited, width = rows.limited, min(rows.limited_width or scores.shape[1], scores.shape[1])
     if len(limited) == len(scores):
         return _leading(scores, peak, rows.top_k, rows.top_p, width, rows.scratch)
@@ -299,9 +316,12 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
-    """Return the top-k/top-p mask, bool [L, V]: the fewest top_k tokens with top_p of their weight; lower ids on ties.
+    """Return a mask of the tokens that pass top_k and top_p in the L limited rows, bool [L, V].
 
-    `width`: upper bound on the tokens that a row keeps.
+    Keep the fewest of the top_k most likely tokens that have a share top_p of their total weight. Ties keep the lower ids.
+
+    Args:
+        width: upper bound on the number of tokens that a row keeps.
     """
     negated = _smallest(torch.neg(scores, out=scratch.take("negated", scores)), width)
     count = _leading_count(negated, peak, top_k[:, None], top_p[:, None], scratch)
@@ -318,7 +338,11 @@ def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: 
 
 
 def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, scratch: Scratch) -> Tensor:
-    """Return how many tokens to keep, int64 [L, 1]; `negated` [L, width] are the largest scores, negated, in order."""
+    """Return the number of tokens to keep in each row, int64 [L, 1].
+
+    Args:
+        negated: [L, width], the largest scores of each row, negated, in ascending order.
+    """
     count = top_k.clamp(max=negated.shape[1])
     weights = _exponentials(torch.add(negated, peak, out=scratch.take("sorted", negated)).neg_()).mul_(UNIT)
     ends = scratch.take("weights", negated, torch.int64).copy_(weights).cumsum_(-1)
@@ -345,15 +369,21 @@ def _smallest(values: Tensor, width: int) -> Tensor:
 
 
 def _first_best(blocks: Tensor) -> Tensor:
-    """Return the first largest element of each row, int64 [R]. Two small searches are ten times as fast as one `argmax`."""
+    """Return the index of each row's first largest element, int64 [R].
+
+    Two small searches are ten times as fast as one `argmax`.
+    """
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
 
 
 def _first_above(weights: Tensor, ends: Tensor, level: Tensor) -> Tensor:
-    """Return the first element whose running sum exceeds `level` [R], int64 [R]: inverse-CDF sampling.
+    """Return the index of each row's first element whose running sum exceeds `level` [R], int64 [R] (inverse-CDF sampling).
 
-    `ends` [R, C] are the sums after each block.
+    Args:
+        weights: [R, C, BLOCK], the elements in C blocks per row.
+        ends: [R, C], the running sum at the end of each block.
+        level: [R], the level of each row.
     """
     level = level[:, None]
     block = torch.searchsorted(ends, level, right=True).clamp_(max=ends.shape[1] - 1)
@@ -367,17 +397,17 @@ def _inside(blocks: Tensor, block: Tensor) -> Tensor:
 
 
 def _exponentials(shifted: Tensor) -> Tensor:
-    """Exponentiate in place, clamped at `LOWEST`, because a CPU takes 40 times as long for results below 1e-38."""
+    """Exponentiate in place, after a clamp at `LOWEST`, because a CPU takes 40 times as long for results below 1e-38."""
     return shifted.clamp_(min=LOWEST).exp_()
 
 
 class _Total(NamedTuple):
-    """Log-sum-exp of scores, as peak + log_sum, because in a single number a large peak would absorb the rest."""
+    """The log-sum-exp of each row's scores, as `peak` + `log_sum`. In one number, a large peak would absorb the rest."""
 
     peak: Tensor
     """[R, 1] float32, the largest score."""
     log_sum: Tensor
-    """[R, 1] float64, logarithm of the summed exponentials of score - peak; NaN where the peak is not finite."""
+    """[R, 1] float64, the logarithm of the sum of exp(score - peak); NaN if the peak is not finite."""
 
 
 def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
@@ -387,7 +417,7 @@ def _raw_total(scores: Tensor, scratch: Scratch) -> _Total:
 
 
 def _total(peak: Tensor, weight: Tensor) -> _Total:
-    """Return the log-sum-exp from [R, 1] integer weights, `UNIT` for the peak."""
+    """Return the log-sum-exp, given the total integer weight [R, 1] of each row, in which the peak has weight `UNIT`."""
     log_sum = (weight.to(torch.float64) / UNIT).log_()
     return _Total(peak, torch.where(peak.isfinite(), log_sum, torch.nan))
 
@@ -399,7 +429,7 @@ def _log_probs(scores: Tensor, total: _Total) -> Tensor:
 def _by_softmax(
     scores: Tensor, token_ids: Tensor, top_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-probs [R] of token ids [R, 1], and `top_ids` [R, k] with their log-probs."""
+    """Return log-probs [R] of token ids [R, 1], then `top_ids` [R, k] and their log-probs [R, k], by torch's softmax."""
     if top_ids is None:
         return softmax_logprobs(scores, token_ids)[:, 0], None, None
     found = softmax_logprobs(scores, torch.cat([token_ids, top_ids], 1))
@@ -407,7 +437,7 @@ def _by_softmax(
 
 
 def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return ids and log-probs of the k largest scores; score and id are sorted as one integer, to order ties."""
+    """Return ids and log-probs of the k largest scores. Score and id are sorted as one integer, so that ties are ordered."""
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)

@@ -1,4 +1,4 @@
-"""Sampling parameters per row, as arrays."""
+"""The sampling parameters of the sequence table's rows, as arrays."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from rollout.engine.memory.buffers import Scratch, upload
 from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 
 Biases = Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""(token ids, biases) by row of the table, for rows with a logit_bias."""
+"""The logit biases as (token ids, biases), by row of the table. Rows without a logit_bias have no entry."""
 
 _COLUMNS = ("temperature", *PENALTIES, *FILTERS, "top_n", "greedy", "raw", "tempered", "keeps")
-"""Numbers per row of the table; the last four are 0 or 1. All are exact in float64."""
+"""The names of the numbers stored per row; the last four are 0 or 1. All numbers are exact in float64."""
 _NO_TOP_K = 2**31 - 1
 
 
 class SamplingRows:
-    """Sampling parameters of R rows: tensors on the device, and flags on the host.
+    """The sampling parameters of R rows: tensors on the device, and flags on the host.
 
     Greedy rows are stored with temperature 1 and their filters off.
 
     Attributes:
-        greedy, raw: [R] bool; `raw` rows report log-probs of the model's own logits, divided by `raw_temperature`.
-        key: [R] int64.
-        top_k: [R] int64, 2^31 - 1 where off.
+        greedy: [R] bool, whether each row takes the most likely token.
+        raw: [R] bool, whether each row reports log-probs of the model's own logits, divided by `raw_temperature`.
+        key: [R] int64, the key of each row's random stream.
+        top_k: [R] int64; 2^31 - 1 for rows without top_k.
         top_p: [R] float64.
-        value: name of every penalty and filter → [R] float32.
+        value: [R] float32 for the name of every penalty and filter.
         temperature, raw_temperature: [R] float32.
-        filters: names of the filters that some row uses.
-        limited: [L] int64, the rows with top_k or top_p.
+        filters: the names of the filters that some row uses.
+        limited: [L] int64, the indices of the rows with top_k or top_p.
         limited_width: the largest top_k of the limited rows; None if a limited row has only top_p.
-        penalized: [N] numpy int64, the rows with a penalty.
-        bias: numpy (row, token id, bias) of every logit_bias.
-        top_n: the largest number of top log-probs of a row.
-        plain: whether all rows draw from the logits over the temperature, and return only the token's log-prob.
-        keeps: [R] bool, the rows that return the tokens their filters kept; `keeping`: [K] int64, their numbers.
+        penalized: [N] numpy int64, the indices of the rows with a penalty.
+        bias: numpy arrays (row, token id, bias) with one element per biased token of a row.
+        top_n: the largest number of top log-probs that a row returns.
+        plain: whether all rows draw from the logits divided by the temperature, without other edits, and return nothing but
+            the token's log-prob.
+        keeps: [R] bool, whether each row returns the set of tokens that its filters kept.
+        keeping: [K] int64, the indices of the rows that return this set.
         scratch: buffers shared by all rows of a table.
     """
 
@@ -51,7 +54,7 @@ class SamplingRows:
         scratch: Scratch,
         device: torch.device,
     ) -> None:
-        """Wrap `columns`, which hold R values for every name of `_COLUMNS`."""
+        """Wrap `columns`, which hold R values for every name in `_COLUMNS`."""
         self._source = rows, columns, keys, biases
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]
@@ -93,7 +96,7 @@ class SamplingRows:
         return len(self._source[0])
 
     def parts(self, size: int) -> list[SamplingRows]:
-        """Split the rows into parts of at most `size`."""
+        """Split the rows into parts of at most `size` rows."""
         if size >= len(self):
             return [self]
         if self._parts[0] != size:
@@ -107,7 +110,10 @@ class SamplingRows:
 
 
 class SamplingTable:
-    """Sampling parameters of every row, on the host; `select` uploads a step's, cached while rows and parameters stay."""
+    """The sampling parameters of every row, on the host.
+
+    `select` uploads the parameters of a step's rows. The upload is reused until the rows or the parameters change.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -138,7 +144,7 @@ class SamplingTable:
         self._selected = None
 
     def select(self, rows: NDArray[np.integer]) -> SamplingRows:
-        """Return the parameters of the table's `rows` [R], all set before; one may appear several times."""
+        """Return the parameters of `rows` [R]. All must have been `set`; a row may appear several times."""
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
             # Use `take`, which makes the values of a column adjacent, as the C++ kernel reads them.

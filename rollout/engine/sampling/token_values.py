@@ -1,4 +1,4 @@
-"""Values of sampled tokens: a user's function of the hidden states that tokens are drawn from."""
+"""Values of sampled tokens: the user's function, applied to the hidden states that tokens are sampled from."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from torch import Tensor, nn
 from rollout.errors import ConfigError, UnsupportedModelError
 
 ValueFunction = Callable[[Tensor], Tensor]
-"""A function: hidden states [rows, hidden], as the output embeddings read them → numbers [rows, k], or [rows]."""
+"""A function from hidden states [rows, hidden], the input of the output embeddings, to numbers [rows, k] or [rows]."""
 
 
 class TokenValues:
-    """Collects the hidden states of a step's forwards, and computes values from them.
+    """Collects the hidden states of a step's forward passes, and computes values from them.
 
-    A step may be several forwards in any order, so each hidden state has a key: the slot of its position in the KV cache,
-    which is unique in the step.
+    A step may run several forward passes in any order, so each hidden state has a key: the KV cache slot of its position,
+    which is unique within the step.
 
     Args:
-        function: the user's function; None: there are no values.
+        model: the model, whose output embeddings read the hidden states.
+        function: the user's function; None: no values are computed.
 
     Attributes:
-        width: numbers per token; 0 until `try_out`, and without a function.
-        wanted: whether the current forwards must `put` hidden states.
+        width: the number k of values per token; 0 before `try_out`, or if there is no function.
+        wanted: whether the current forward passes must `put` hidden states.
     """
 
     def __init__(self, model: nn.Module, function: ValueFunction | None) -> None:
@@ -40,10 +41,13 @@ class TokenValues:
         self.wanted = False
 
     def try_out(self, forward: Callable[[], object]) -> None:
-        """Set `width` by the values of one `forward` of two tokens.
+        """Run the function on the hidden states of one forward pass, and set `width` to the number of values it returns.
+
+        Args:
+            forward: runs the model's forward pass on two tokens.
 
         Raises:
-            UnsupportedModelError: no hidden state can be read.
+            UnsupportedModelError: the model's hidden states cannot be read.
             ConfigError: the function raises, or does not return numbers for each row.
         """
         if self._function is None:
@@ -69,7 +73,7 @@ class TokenValues:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect hidden states from the forwards of one step, which run inside the block."""
+        """Collect hidden states from the forward passes of one step, which run inside the block."""
         self._keys, self._hidden, self.wanted = [], [], self._function is not None
         try:
             yield
@@ -78,7 +82,11 @@ class TokenValues:
 
     @contextmanager
     def read_by_head(self, keys: NDArray[np.int64]) -> Iterator[None]:
-        """Enclose a forward whose output embeddings read the hidden states of `keys` [B, C] or [C]."""
+        """Collect hidden states from the input of the output embeddings, in the one forward pass that runs inside the block.
+
+        Args:
+            keys: [B, C] or [C], the keys of the hidden states, in the order in which the output embeddings get them.
+        """
         hook = self._model.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: self.put(keys.ravel(), given[0].flatten(0, -2)), prepend=True
         )
@@ -88,15 +96,15 @@ class TokenValues:
             hook.remove()
 
     def put(self, keys: NDArray[np.int64], hidden: Tensor) -> None:
-        """Keep hidden states [K, hidden], each with its key."""
+        """Keep K hidden states, given as `hidden` [K, hidden size], under their keys [K]."""
         self._keys.append(keys)
         self._hidden.append(hidden)
 
     def take(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the values [len(keys), width] of the hidden states that were put with these keys.
+        """Return the values [len(keys), width] of the hidden states that were put under these keys.
 
         Raises:
-            ConfigError: the function returns another shape than before.
+            ConfigError: the function raises, or returns another number of values than in `try_out`.
         """
         known = np.concatenate(self._keys)
         order = np.argsort(known)
