@@ -171,7 +171,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """What a call must compute in addition to tokens and log-probs."""
+    """The results that a call must compute in addition to tokens and log-probs."""
 
     top_n: int
     """The number of top log-probs per row."""
