@@ -1,7 +1,7 @@
 """The engine of one rank: continuous batching in the training process, with the module that the optimizer updates.
 
 Always true:
-- every accepted request ends once, as a complete record: finished, stale, aborted or failed;
+- every accepted request finishes exactly once, with a complete record that says: finished, stale, aborted or failed;
 - an exception inside a step fails the requests of that step (`rollout.engine.parts.stepper`), and the engine continues;
 - whenever no engine method is running, the trainer's model is exactly as the trainer left it;
 - sharded weights are whole between `gather_weights` and `release_weights`, and steps run only in between;
@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
                 if self.peers.lockstep is not None:
                     self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
-        """Who keeps the engine from stepping: the coordinator, a weight update, the caller."""
+        """The holds that keep the engine from stepping: by the coordinator, a weight update or the caller."""
         watch(self)
         answer_signal()
 
@@ -276,7 +276,7 @@ class DynamicInferenceEngine:
             InvalidRequestError: a prompt can never be served; no prompt of this call was queued.
             EngineStateError: the engine is not RUNNING; no prompt of this call was queued.
             WeightsChangedError: see `check_weights`; no prompt of this call was queued.
-            RequestError: a request failed; the others' results are lost (use `RolloutManager` to keep them).
+            RequestError: a request failed. The results of the other requests are lost; use `RolloutManager` to keep them.
         """
         with self.turns.taken(), plain_tensors():
             self.lifecycle.refuse_unless_running()
@@ -354,7 +354,7 @@ class DynamicInferenceEngine:
 
     @property
     def policy_version(self) -> int:
-        """The number of weight updates so far."""
+        """The current policy version, which rises with every weight update."""
         return self.context.scheduler.version
 
     @property
@@ -384,7 +384,7 @@ class DynamicInferenceEngine:
 class Support:
     """The engine's requirements, and whether a model meets them.
 
-    `str()` has one line per requirement; `bool()` is True if no requirement is missing.
+    `str()` has one line per requirement; `bool()` is True if the model meets all of them.
     """
 
     present: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""The model's forward through paged attention: installation, fused CPU variant, CUDA graphs."""
+"""The model's forward passes over the KV cache: inputs, runner, detection of changes, and trials that verify the model."""

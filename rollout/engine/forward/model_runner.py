@@ -75,7 +75,7 @@ class ModelRunner:
         self.without_graphs = ""
         self.runs: DecodeRuns | None = None
         self.order = StreamOrder(self.layout.device)
-        """The order of streams: it places the engine's device work after work that callers queued."""
+        """The stream order, which makes the engine's device work wait for the work that callers have queued."""
         self.sampling = SamplingTable(self.layout.device)
         self.constraints = constraints
 

@@ -108,7 +108,7 @@ class DynamicInferenceContext:
         self.kept = KEPT_ALL
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Set the pages to suspend and resume, as the first rank of the group reports them.
+        """Set the pages that suspend and resume must copy, as the first rank of the tensor-parallel group reports them.
 
         Args:
             live: ids of the pages with content.

@@ -302,7 +302,7 @@ class Intake:
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
     def restart(self, sample: Sample) -> bool:
-        """Requeue a stale sample from its prompt; it must have been removed from its queue. If that raises, it fails.
+        """Requeue a stale sample, already removed from its queue, from its prompt. If requeueing raises, fail the sample.
 
         Returns:
             Whether the sample was queued.

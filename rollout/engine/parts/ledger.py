@@ -121,7 +121,7 @@ class Ledger:
             del self.live[number]
 
     def take(self, keys: Callable[[tuple[int, int]], bool] = lambda key: True) -> list[DynamicInferenceRequestRecord]:
-        """Remove and return the finished records for whose (request_id, sample_index) `keys` returns True."""
+        """Remove and return the finished records whose (request_id, sample_index) the predicate `keys` accepts."""
         taken: list[DynamicInferenceRequestRecord] = []
         stay: list[DynamicInferenceRequestRecord] = []
         for record in self.ended:

@@ -155,7 +155,7 @@ def token_logprobs(
 
 
 def _rows_at_once(logits: Tensor) -> int:
-    """Return the number of rows per operation: on a CPU what the cache holds, on other devices what limits temporaries."""
+    """Return the number of rows per operation, chosen to fit the CPU cache or, on other devices, to limit temporaries."""
     elements = CPU_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else DEVICE_ELEMENTS
     return max(1, elements // logits.shape[1])
 

@@ -30,7 +30,7 @@ class SamplingRows:
         key: [R] int64, the key of each row's random stream.
         top_k: [R] int64; 2^31 - 1 for rows without top_k.
         top_p: [R] float64.
-        value: [R] float32 for the name of every penalty and filter.
+        value: the values of every penalty and filter, [R] float32, by the parameter's name.
         temperature, raw_temperature: [R] float32.
         filters: the names of the filters that some row uses.
         limited: [L] int64, the indices of the rows with top_k or top_p.

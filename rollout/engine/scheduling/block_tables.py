@@ -223,9 +223,9 @@ class BlockTables:
         return (len(sequence.tokens) - 1) // self.table.block_size * self.table.block_size
 
     def _keep_state(self, row: int) -> int:
-        """Keep a snapshot of the state of a row that has just completed a block. Return the block that it belongs to.
+        """Keep a snapshot, if there is room, of the state of a row that has just completed a registered block.
 
-        Return `NO_BLOCK`, keeping nothing, if the model has no states, or the row is not at the end of a registered block.
+        Return the block. Return `NO_BLOCK` if the model has no recurrent states, or the row is not at such a boundary.
         """
         table = self.table
         count = table.chained.item(row)

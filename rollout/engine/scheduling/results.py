@@ -49,7 +49,10 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append the tokens of several decode steps, which count as equally long. Leave out tokens after a row's end."""
+        """Append the tokens of several decode steps, leaving out tokens that follow a row's last token.
+
+        Each token's time is computed as if all steps took equally long.
+        """
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
         needs_each = self._track_events or not table.plain[rows].all()
@@ -72,7 +75,7 @@ class StepResults:
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
         """Return the number of leading steps of a run that finish none of `rows`.
 
-        The last step never counts, because rows may reach their length there.
+        The last step never counts, because rows may reach their maximum length there.
         """
         tokens, logprobs = (each.reshape(len(rows), -1) for each in (sampled.token_ids, sampled.logprobs))
         ends = np.isnan(logprobs)
@@ -103,7 +106,7 @@ class StepResults:
         """Append the sampled tokens at `indices` to `rows`, one token per row. Add finished sequences to `ended`.
 
         Returns:
-            [len(rows)] bool, whether each row has not finished.
+            [len(rows)] bool, whether each row is still unfinished.
         """
         queues, table = self._queues, self._queues.table
         queues.counters["generated_tokens"] += len(rows)

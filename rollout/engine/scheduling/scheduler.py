@@ -121,7 +121,7 @@ class Scheduler(Queues):
         return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
-        """Remove and return every sequence for whose (request_id, sample_index) `keys` returns True. Release their blocks.
+        """Remove and return every sequence whose (request_id, sample_index) `keys` accepts. Release their blocks.
 
         If a leader is removed, the first of its remaining unforked siblings becomes the leader.
         """
