@@ -90,7 +90,7 @@ class EngineControl:
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache on the device and wait until it is copied. The engine is PAUSED afterwards."""
+        """Restore the KV cache on the device and wait for the copies. The engine is PAUSED afterwards."""
 
         def act() -> MemoryMove:
             move = self._context.resume()
@@ -196,8 +196,8 @@ class EngineControl:
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
         """Load a LoRA adapter from a folder saved by PEFT, for requests with `SamplingParams.adapter=name`.
 
-        The new adapter replaces a loaded adapter of the same name, and running requests continue with the new one. In that
-        case, call `weights_updated` afterwards.
+        The new adapter replaces a loaded adapter of the same name, and running requests continue with the new one. After
+        such a replacement, call `weights_updated`.
 
         Returns:
             The number of layers that the adapter changes.

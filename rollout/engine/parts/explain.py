@@ -32,7 +32,8 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
-"""The number of tokens per sequence below which the advice is a larger pool, counting `max_requests` sequences."""
+"""The number of tokens that the pool should hold for each of `max_requests` sequences; if it holds fewer, the advice is to
+enlarge it."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
 """The size of the timed decode: number of sequences, tokens per prompt, tokens per completion."""

@@ -36,7 +36,7 @@ class Peers:
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
         self.together: Together = self.lockstep or self.leader or Together()
-        """The object that involves the other ranks in each forward pass. If this rank computes alone, it only runs the pass."""
+        """The object that involves the other ranks in each forward pass; if there are none, it only runs the pass."""
 
     @property
     def everyone(self) -> TensorParallelGroup | None:

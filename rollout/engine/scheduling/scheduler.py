@@ -60,7 +60,7 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """Extend a step of decodes by as many further decode steps as can be made in the same call; see `run_ahead`."""
+        """Extend a step of decodes by as many further decode steps as can be made in the same call."""
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:

@@ -14,7 +14,7 @@ from rollout.engine.scheduling.sequences import Sequence as Sample
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """The work of one forward pass: E entries, of which K tokens are sampled.
+    """The work of one forward pass: E entries, from which K tokens are sampled.
 
     Entry e computes `counts[e]` positions of table row `rows[e]`, starting at position `starts[e]`. The first `num_decodes`
     entries compute one position each, and a token is sampled from each; the other entries are prefill chunks.
