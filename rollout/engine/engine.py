@@ -404,7 +404,7 @@ class Support:
 def inspect(model: nn.Module, config: InferenceConfig | None = None) -> Support:
     """List which of the engine's requirements a model meets, without stopping at the first missing one.
 
-    If nothing is missing, build an engine with a small KV cache, and compare its chunked forward pass with the model's own.
+    If nothing is missing, build an engine, and compare its chunked forward pass with the model's own.
     If the weights are sharded over several ranks, every rank must call this function.
 
     Args:
