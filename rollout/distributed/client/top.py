@@ -42,9 +42,9 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command until Ctrl-C.
 
     Raises:
-        ConfigError: unknown kind of address, unreadable keys, or rich is not installed.
-        ConnectionLostError, DeadlineError: nothing answers at the address.
-        SystemExit: --help, or arguments that cannot be parsed.
+        ConfigError: the address does not begin with tcp://, the keys cannot be read, or rich is not installed.
+        ConnectionLostError, DeadlineError: no coordinator answers at the address.
+        SystemExit: the arguments contain --help or cannot be parsed.
     """
     parser = argparse.ArgumentParser("rollout top", description="Watch a running job.")
     parser.add_argument("address", help="tcp://host:port of its coordinator")

@@ -1,10 +1,10 @@
-"""Starts the coordinator in a child process and returns its address and a handle.
+"""Starts the coordinator in a child process.
 
     launcher                                   child (`python -m rollout.distributed.coordinator`)
     stdin   ── pickle of configuration and keys ──▶   kept open: it closes when the launcher dies
     stdout  ◀── JSON of the address, or an error ─    then closed
 
-Secrets are sent through the pipe only, because other users can read arguments and environment.
+Secrets are sent only through the pipe, because other users could read command-line arguments and environment variables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHandle:
-    """A handle of the coordinator's process, which runs until its launcher and its last client have exited."""
+    """A handle of the coordinator's process, which runs until the launcher and the last client have exited."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -40,10 +40,10 @@ class CoordinatorHandle:
         return self.process.poll() is None
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Terminate the process, or kill it after `timeout_s`; open requests fail with an error.
+        """Terminate the process; kill it if it still runs after `timeout_s` seconds. Open requests fail with an error.
 
         Returns:
-            The exit code: 0, or minus the signal that killed it.
+            The exit code: 0, or minus the number of the signal that killed the process.
         """
         self.process.terminate()
         try:
@@ -52,7 +52,7 @@ class CoordinatorHandle:
             return self.kill()
 
     def release(self) -> None:
-        """Detach from the process: it exits when its last client has disconnected."""
+        """Detach from the process, which then exits when its last client has disconnected."""
         cast(IO[bytes], self.process.stdin).close()
 
     def kill(self) -> int:
@@ -61,7 +61,11 @@ class CoordinatorHandle:
         return self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the process has exited; return the exit code. `DeadlineError` if it still runs after `timeout_s`."""
+        """Wait until the process has exited, and return the exit code.
+
+        Raises:
+            DeadlineError: the process still runs after `timeout_s` seconds.
+        """
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as exc:
@@ -75,12 +79,17 @@ class CoordinatorHandle:
 def launch_coordinator(
     config: CoordinatorConfig, keys: JobKeys | None = None, timeout_s: float = 30.0
 ) -> CoordinatorHandle:
-    """Start a coordinator in a child process and a new process session; return when it listens.
+    """Start a coordinator in a child process with its own process session; return once the coordinator listens.
+
+    Args:
+        config: options of the coordinator.
+        keys: the job's keys, including the server's secret key; None: no keys.
+        timeout_s: seconds within which the coordinator must listen.
 
     Raises:
         ConfigError: the coordinator cannot listen as configured.
-        DeadlineError: it does not listen within `timeout_s`.
-        ConnectionLostError: it exited before listening.
+        DeadlineError: the coordinator does not listen within `timeout_s`.
+        ConnectionLostError: the process exited before it listened.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rollout.distributed.coordinator"],
@@ -132,7 +141,7 @@ def launch_coordinator(
 
 
 def _environment() -> dict[str, str]:
-    """Return the launcher's environment, with this package importable and numeric thread pools disabled."""
+    """Return the child's environment: the launcher's, with this package importable and single-threaded numeric libraries."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}

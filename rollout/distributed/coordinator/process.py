@@ -1,11 +1,10 @@
-"""The coordinator as a thread or a process: a ROUTER socket, timers, a tokenizer and the schedule file around the
-core.
+"""The coordinator as a thread or a process: the state machine in `core` with a socket, timers, a tokenizer and a file.
 
-One turn: poll → receive → tokenizer results → timers → send → schedule file.
+One turn of the loop: poll → receive → tokenizer results → timers → send → schedule file.
 
-Always true: a turn blocks only in its poll, until a frame, a text, a signal or a deadline; work and memory of a turn are
-bounded, and libzmq receives fairly from its peers. A peer that does not read is dropped when `PIPE_MESSAGES` wait for it,
-a killed peer at the next heartbeat to it.
+A turn blocks only in its poll, until a frame, a tokenizer result, a signal or a deadline. The work and memory of a turn are
+bounded, and libzmq receives fairly from all peers. A peer that does not read is dropped when `PIPE_MESSAGES` messages wait
+for it; a killed peer is dropped at the next heartbeat to it.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
 PIPE_MESSAGES = 1000
-"""Messages that libzmq queues for a peer that does not read, before the peer counts as lost."""
+"""The number of messages that libzmq queues for a peer that does not read. With more, the peer counts as lost."""
 READ_AHEAD_MESSAGES = 1
-"""Complete messages of a peer that libzmq holds until they are read, while it receives another one."""
+"""The number of complete messages from a peer that libzmq stores until the coordinator reads them."""
 GOODBYE_S = 1.0
-"""The deadline for sending the last frames when the process ends, in seconds."""
+"""Seconds in which the last frames must be sent when the coordinator ends."""
 HANDSHAKE_S = 10
 """The timeout of the ZMTP handshake, in seconds."""
 PENDING_CONNECTIONS = 4096
 
 
 def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:
-    """Return a ROUTER socket that is not bound yet."""
+    """Return a configured ROUTER socket that is not bound yet."""
     router: Socket = context.socket(zmq.ROUTER)
     router.router_mandatory = True
     # Let a reconnecting peer take over its identity: the peer may return before this side notices that its old
@@ -73,8 +72,10 @@ def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | N
 
 
 def listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
-    """Bind a socket; return its `tcp://address:port`. `ConfigError`: the port is taken, or the address is not this
-    machine's.
+    """Bind a socket to `interface`, and return the socket's address, `tcp://address:port`.
+
+    Raises:
+        ConfigError: the port is taken, or the address is not an address of this machine.
     """
     port = config.inference_coordinator_port
     host = f"[{interface}]" if ":" in interface else interface
@@ -93,7 +94,7 @@ def listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
 
 
 def resolved(host: str) -> str:
-    """Resolve a host name to an address, because libzmq binds to addresses only."""
+    """Resolve a host name to an address, because libzmq binds only to addresses."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "*":
         return bare
@@ -106,27 +107,30 @@ def resolved(host: str) -> str:
 
 
 TURN_S = 0.005
-"""The time in which a turn receives messages. It is short, so that ranks and clients get theirs early."""
+"""Seconds for which a turn receives messages. It is short, so that the turn's own messages are sent soon."""
 MAX_FRAMES_PER_MESSAGE = 512
-"""A longer message is rejected without decoding, because libzmq is fair per message."""
+"""The maximum number of frames per ZMQ message. A longer message is rejected without being decoded: libzmq alternates
+between peers per message, so long messages would be unfair."""
 LONGEST_WAIT_S = 60.0
 
 
 class DataParallelInferenceCoordinator:
-    """The coordinator of a job: routes requests to ranks by the messages of `rollout.distributed.protocol.messages`.
+    """The coordinator of a job. It exchanges the messages in `rollout.distributed.protocol.messages` with clients and ranks.
 
-    Use `start()` and `stop()` for a thread of this process, or `bind()` and `run()`. The methods about ranks and hashes
-    are not thread-safe: call them before it is started, or on its thread.
+    To serve in a thread of this process, call `start()` and `stop()`; to serve in the current thread, call `bind()` and
+    `run()`. The methods about ranks and hashes are not thread-safe: call them before the coordinator has started, or on its
+    thread.
 
     Args:
-        keys: of the job, with the server's secret. None on loopback.
+        config: options of the coordinator.
+        keys: the job's keys, including the server's secret key; None: no keys, which is allowed on loopback.
 
     Raises:
-        ConfigError: the host is not loopback, and there are neither keys nor `insecure`.
+        ConfigError: the host is not loopback, and neither `keys` nor `CoordinatorConfig.insecure` is given.
     """
 
     CoordinatorState = state.CoordinatorState
-    """States of the job."""
+    """The states of a job."""
 
     def __init__(self, config: CoordinatorConfig, keys: JobKeys | None = None) -> None:
         self._interface = resolved(config.host)
@@ -159,7 +163,7 @@ class DataParallelInferenceCoordinator:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines for `rollout.threads.diagnosis`: state, queue, ranks, clients, missing members of a barrier."""
+        """Yield the lines that `rollout.threads.diagnosis` prints: state, queue, barrier, ranks and clients."""
         table = self._core.status()
         yield (
             f"coordinator: {table['state']}, policy version {table['policy_version']}, {table['queued_samples']} samples "
@@ -174,10 +178,11 @@ class DataParallelInferenceCoordinator:
         """Open the socket and the schedule file.
 
         Returns:
-            `tcp://address:port`; the address is a wildcard when listening on all interfaces.
+            The address, `tcp://address:port`. It is a wildcard if the socket listens on all interfaces.
 
         Raises:
-            ConfigError: the port is taken, the address is not this machine's, or the schedule file cannot be created.
+            ConfigError: the port is taken, the address is not an address of this machine, or the schedule file cannot be
+                created.
         """
         config = self._config
         self._schedule = ScheduleFile(
@@ -191,7 +196,7 @@ class DataParallelInferenceCoordinator:
         return listen(self._router, self._interface, config)
 
     def close(self) -> None:
-        """Close sockets and files; `run` calls this itself. Idempotent."""
+        """Close sockets and files. `run` calls this when it ends. Idempotent."""
         self._texts.close()
         self._schedule.close()
         self._context.destroy(linger=int(GOODBYE_S * 1000))
@@ -291,7 +296,7 @@ class DataParallelInferenceCoordinator:
                     self._core.unreachable(peer, why, now)
 
     def _send_to(self, peer: bytes, frames: list[bytes]) -> str | None:
-        """Send frames in few messages. Return the reason if the peer is lost, else None."""
+        """Send frames to a peer in as few ZMQ messages as possible. Return the reason if the peer is lost, else None."""
         try:
             for first in range(0, len(frames), MAX_FRAMES_PER_MESSAGE):
                 # Pass copy=False: libzmq then sends frames of more than 64 KiB without copying them.
@@ -308,7 +313,7 @@ class DataParallelInferenceCoordinator:
     # --- running as a thread or process ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until shut down, until `stop()`, or until the launcher and all clients have exited."""
+        """Serve until the job stops, `stop()` is called, or the launcher and all clients have exited."""
         try:
             self._loop()
         finally:
@@ -322,10 +327,10 @@ class DataParallelInferenceCoordinator:
         return address
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop serving and disconnect all peers; open requests fail with an error. Call it from another thread.
+        """Stop serving and disconnect all peers. Open requests fail with an error. Call this from another thread.
 
         Raises:
-            DeadlineError: the thread still runs after `timeout_s`.
+            DeadlineError: the coordinator's thread still runs after `timeout_s` seconds.
         """
         self._ask_to_stop("the coordinator was stopped")
         if self._thread is not None:
@@ -339,7 +344,7 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         """Run in a `multiprocessing.Process`: send the address through the pipe, set the event, serve.
 
-        It returns when the parent process has died and no client is connected.
+        The call returns when the job has stopped, or when the parent process has died and no client is connected.
         """
         from multiprocessing import parent_process
 
@@ -353,11 +358,11 @@ class DataParallelInferenceCoordinator:
         coordinator.serve(announce, None if parent is None else parent.sentinel)
 
     def serve(self, announce: Callable[[str], None], launcher: int | None) -> None:
-        """Bind, announce the address and run on the main thread of a dedicated process. SIGTERM shuts it down.
+        """Bind, announce the address, and serve on the main thread of a dedicated process. SIGTERM ends the service.
 
         Args:
-            announce: called with the address.
-            launcher: a descriptor that becomes readable or closes when the launcher dies.
+            announce: a function that is called with the address.
+            launcher: a file descriptor that becomes readable or closes when the launcher dies; None: no launcher.
         """
         # Ignore Ctrl-C: a terminal sends it to all its processes, but only the trainer handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -383,19 +388,19 @@ class DataParallelInferenceCoordinator:
     # --- routing, for inspection --------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> str | None:
-        """Return the rank that would get a request without a cached prefix; None if no rank has room."""
+        """Return the name of the rank that would get a request without a cached prefix, or None if no rank has room."""
         return self.get_best_data_parallel_rank(())
 
     def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
-        """Return the rank that would get a request with these block hashes; None if no rank has room."""
+        """Return the name of the rank that would get a request with these block hashes, or None if no rank has room."""
         placements = self._core.dispatcher.router.place(hashes, 1)
         return placements[0].rank if placements else None
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the block hashes of a prompt, as ranks compute them; [] without prefix caching.
+        """Return the block hashes of a prompt, as ranks compute them; an empty list if prefix caching is off.
 
         Raises:
-            InvalidRequestError: a text that cannot be tokenised, or no tokenizer is configured.
+            InvalidRequestError: the text cannot be tokenised, or no tokenizer is configured.
         """
         if not self._config.enable_prefix_caching:
             return []
@@ -403,7 +408,7 @@ class DataParallelInferenceCoordinator:
         return compute_block_hashes_batched(tokens, self._config.block_size_tokens)
 
     def detokenize(self, token_ids: Sequence[int]) -> str | None:
-        """Return the text of a completion without special tokens; None if it cannot be decoded."""
+        """Return the text of a completion without special tokens, or None if the completion cannot be decoded."""
         return self._codec.detokenize([np.asarray(token_ids, "<i4").tobytes()])[0]
 
     def _update_rank_hashes(self, name: str, hashes: Sequence[int]) -> None:
@@ -427,7 +432,7 @@ def _has_input(router: Socket) -> bool:
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files (usually 1024) to the hard limit: each peer takes one descriptor."""
+    """Raise the soft limit of open files (usually 1024) to the hard limit, because each peer takes one descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,12 +1,13 @@
-"""Append-only JSON file of routing decisions, valid JSON after each write.
+"""An append-only JSON file of routing decisions, which is valid JSON after each write.
 
     {"policy": …, "data_parallel_size": …, "records": [
     {"request_id": 0, "rank_index": 1, "rank": "rank-1", "num_hashes": 4, "num_matched": 3},
     {"request_id": 1, …}
     ], "num_requests": 2}
 
-New records overwrite the closing line and end with a new one, in one write. `num_requests` counts requests: one that
-was split or reassigned has several records. A write error (disk full) ends the file with a warning; serving continues.
+A single write replaces the closing line with the new records and a new closing line. `num_requests` counts requests; a
+request that was split or reassigned has several records. After a write error (disk full) the file is closed with a warning,
+and the coordinator continues without it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from rollout.state import PrefixCachingCoordinatorPolicy
 
 _log = logging.getLogger(__name__)
 COLUMNS = ("request_id", "rank_index", "rank", "num_hashes", "num_matched")
-"""Fields of a record in the file."""
+"""The fields of a record in the file."""
 
 
 class ScheduleFile:
-    """A writer of the schedule file, which replaces an existing file. `ConfigError` if it cannot be written.
+    """A writer of the schedule file, which replaces an existing file.
 
     Args:
-        path: None: nothing is written.
+        path: path of the file; None: nothing is written.
+        policy: the effective routing policy.
+        data_parallel_size: number of ranks of the job.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str | None, policy: PrefixCachingCoordinatorPolicy, data_parallel_size: int) -> None:

@@ -1,7 +1,6 @@
 """Tokenisation and detokenisation in separate threads, so that they do not block the coordinator's loop.
 
-Always true: an invalid text or tokenizer fails only the one request; the tokenizer is loaded on the thread of the
-first job.
+A text or tokenizer that raises an error fails only the request concerned. The tokenizer is loaded by the first job.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ _log = logging.getLogger(__name__)
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
-"""The result of a job: token ids (an int32 array), the reason why there are none, or one text or None per completion."""
+"""The result of a job: the token ids of a text (an int32 array), an exception if the text cannot be tokenised, or a list
+with the text of each completion (None if it cannot be decoded)."""
 
 
 class TextCodec:
-    """Lazily loaded tokenizer of the `tokenizers` library. Thread-safe.
+    """A tokenizer from the `tokenizers` library, which is loaded at its first use. Thread-safe.
 
     Args:
-        tokenizer: path of a `tokenizer.json`, or its content; None: token prompts only.
+        tokenizer: path or content of a `tokenizer.json`; None: there is no tokenizer, so prompts must be token ids.
     """
 
     def __init__(self, tokenizer: str | None) -> None:
@@ -47,7 +47,7 @@ class TextCodec:
         """Return the token ids (int32) of a text, with the special tokens of the tokenizer's template.
 
         Raises:
-            InvalidRequestError: there is no tokenizer, or it cannot encode the text.
+            InvalidRequestError: there is no tokenizer, or the tokenizer cannot encode the text.
         """
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text])
@@ -56,7 +56,11 @@ class TextCodec:
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
-        """Return the text of each completion (little-endian int32) without special tokens; None if undecodable."""
+        """Return the text of each completion without special tokens, or None for a completion that cannot be decoded.
+
+        Args:
+            completions: token ids of each completion, as little-endian int32.
+        """
         return [self._text(np.frombuffer(completion, "<i4").tolist()) for completion in completions]
 
     def _text(self, token_ids: list[int]) -> str | None:
@@ -92,7 +96,8 @@ class TextWorker:
     """Two threads that run `TextJob`s, so that short texts do not wait for a long text.
 
     Args:
-        wake: called on a thread when a result is ready.
+        codec: the tokenizer.
+        wake: a function that is called on one of the threads when a result is ready.
     """
 
     def __init__(self, codec: TextCodec, wake: Callable[[], None]) -> None:
@@ -106,11 +111,11 @@ class TextWorker:
         self._threads.submit(self._work, job)
 
     def take_results(self) -> list[tuple[int, TextResult]]:
-        """Return (job id, result) of the jobs that were done since the last call."""
+        """Return the (job id, result) pairs of the jobs that have finished since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Start no further jobs."""
+        """Cancel the jobs that have not started. Does not wait for running jobs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, job: TextJob) -> None:

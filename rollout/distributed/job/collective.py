@@ -1,7 +1,7 @@
-"""Collective calls of the ranks: counted, synchronised at the coordinator's barrier, robust to a rank that was cut off.
+"""Collective calls of the ranks: counted, synchronised at the coordinator's barriers, robust to a disconnected rank.
 
-Always true: every collective call returns on all ranks with the same count. It is published in the store, so a rank that is
-disconnected at the end of a call does not wait forever.
+Every rank counts the collective calls that it has completed, so the count names the barrier of the next call. The count is
+published in the store, so a rank that is disconnected at the end of a call does not wait forever.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from rollout.state import CoordinatorState
 
 
 class CollectiveCalls:
-    """The barriers of one rank.
+    """The collective calls of one rank.
 
     Args:
-        member: this rank's membership.
-        on_event: called by any thread when a barrier has been passed, refused or lost; must not block.
+        member: this rank's membership in the job.
+        world: the ranks of the job.
+        on_event: called from any thread when a barrier was passed or refused, or the connection was lost. It must not
+            block.
     """
 
     def __init__(self, member: JobMember, world: World, on_event: Callable[[], None]) -> None:
@@ -33,20 +35,20 @@ class CollectiveCalls:
         self._ended = 0
         """The number of completed calls."""
         self._barrier: Future[None] | None = None
-        """Barrier of the current call."""
+        """The result of this rank's arrival at the barrier of the current call; None: it has not arrived."""
         self._finishing = False
         """Whether this rank has arrived at the barrier that ends the current `generate`."""
         self._sessions_left = 0
-        """`JobMember.sessions_left` when the last call returned. If it is higher now, the barrier's reply may have gone to
-        an old session."""
+        """`JobMember.sessions_left` at the end of the last call. If `sessions_left` is higher now, the reply of the barrier
+        may have been sent to an old session."""
 
     def meet(self, call: str, timeout_s: float | None = None) -> None:
         """Wait at a barrier until all ranks have made the same call.
 
         Raises:
-            DeadlineError: some rank did not arrive; the message names it.
+            DeadlineError: some ranks did not arrive in time; the message names them.
             EngineStateError: the ranks are in different calls or have different policy versions.
-            ConfigError: a rank has failed to join.
+            ConfigError: a rank has failed to join the job.
         """
         if self._passed():
             # Finish the earlier barrier first: a `generate` was interrupted on this rank, but has finished on all other
@@ -79,7 +81,9 @@ class CollectiveCalls:
         self._end()
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """Return the values of all ranks in their order, on rank 0; None on the others. Raises as `meet`."""
+        """Return the values of all ranks in rank order on rank 0, and None on the other ranks.
+
+        Raises the same errors as `meet`."""
         world, self._gathered = self._world, self._gathered + 1
         keys = [f"{what}/{self._gathered}/{rank}" for rank in range(world.size)]
         world.publish(keys[world.rank], value)
@@ -87,8 +91,9 @@ class CollectiveCalls:
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
 
     def try_finish(self) -> bool:
-        """Arrive at the barrier that ends `generate`, without waiting; return whether all have arrived. Raises as
-        `meet`.
+        """Arrive at the barrier that ends `generate`, without waiting; return whether all ranks have arrived.
+
+        Raises the same errors as `meet`.
         """
         if self.ended_elsewhere:
             self._barrier = None
@@ -111,7 +116,7 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """Allow the other ranks, after an exception here, to be in a different call at the barrier of this `generate`."""
+        """Report that `generate` failed on this rank, so that the other ranks may be in a different call at its barrier."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False
@@ -121,7 +126,7 @@ class CollectiveCalls:
             self._member.client.give_up_barrier(index)
 
     def recover(self, why: Exception) -> None:
-        """Call `JobMember.recover`. The barrier is sent again in a new session."""
+        """Reconnect with `JobMember.recover`. In a new session this rank has to arrive at the barrier again."""
         before = self._member.sessions_left
         try:
             self._member.recover(why)
@@ -131,12 +136,12 @@ class CollectiveCalls:
 
     @property
     def ended_elsewhere(self) -> bool:
-        """Whether the current call finished on the other ranks while this one was disconnected."""
+        """Whether the current call has finished on the other ranks while this rank was disconnected."""
         cut_off = self._member.sessions_left != self._sessions_left or self._member.lost is not None
         return cut_off and self._world.calls_ended() > self._ended
 
     def refuse_if_ranks_are_missing(self) -> None:
-        """Raise `DeadlineError` after a wait without events, unless a rank computes or all ranks are held."""
+        """Raise `DeadlineError` after a long wait without events, unless a rank computes or the job is paused."""
         try:
             status = self._member.status()
         except (ConnectionLostError, DeadlineError):

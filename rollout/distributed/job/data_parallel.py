@@ -1,12 +1,12 @@
-"""Backend of `RolloutManager` on several ranks: a client and a worker next to the engine, connected by a coordinator.
+"""The backend of `RolloutManager` on several ranks: a client and a worker next to the engine, joined by a coordinator.
 
     generate() on every rank     submit own groups → step the engine for assigned samples → own results
     own results complete         keep stepping for the other ranks until all arrive at the barrier
     between two generates        no steps; the worker's threads keep the sessions alive
 
-Always true: every received token is recorded here, so losing a rank or the coordinator loses none (rank 0 starts
-another and every rank resubmits its open groups). A group's seed is set before it is submitted, so its samples do not
-depend on the rank.
+Every rank records the tokens received for its own groups. So no token is lost with a rank or with the coordinator: rank 0
+starts another coordinator, and every rank resubmits its open groups. A group's seed is set before the group is submitted, so
+its samples do not depend on the ranks that compute them.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class OwnGroup:
     metadata: Any
     arrival_time: float
     missing: set[int]
-    """Samples that have not been returned yet."""
+    """The indices of the samples that have not been returned yet."""
     saved: list[Stretch]
-    """Tokens from before the group was submitted here."""
+    """The tokens from before the group was submitted by this process, such as tokens in a checkpoint."""
     open: OpenGroup | None = None
-    """Tokens received since then; None until the group is submitted."""
+    """The submitted group, with all its tokens; None until the group is submitted."""
     error: RolloutError | None = None
-    """The reason why the missing samples have no result."""
+    """The reason why the missing samples have no result; None if the group has not failed."""
     priority: int = 0
 
     @property
     def ended(self) -> bool:
-        """Whether the group is complete or has failed. No rank then computes it."""
+        """Whether the group is complete or has failed, so that no rank computes it any more."""
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:
@@ -76,13 +76,13 @@ class OwnGroup:
         return self.saved if self.open is None else self.open.known()
 
     def oldest_version(self) -> int | None:
-        """Return the lowest policy version of any token of an unfinished sample; None: there is no token yet."""
+        """Return the lowest policy version among the tokens of unfinished samples, or None if there are no tokens yet."""
         if self.open is not None:
             return self.open.oldest_version()
         return oldest_version(delta for stretch in self.saved for delta in stretch.deltas())
 
     def interrupted(self) -> list[DynamicInferenceRequest]:
-        """Return the samples that have not been returned yet as requests with all known tokens."""
+        """Return the samples that have not been returned yet, as requests with all tokens known so far."""
         known = {delta.sample_index: delta for stretch in self.known() for delta in stretch.deltas(self.missing)}
         requests = []
         for index in sorted(self.missing):
@@ -95,13 +95,13 @@ class OwnGroup:
         return requests
 
     def returned(self, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
-        """Return the result of a sample under the group's own id; the sample is then no longer missing."""
+        """Return the result of a sample under the group's own id, and count the sample as returned."""
         result.request_id, result.prompt, result.metadata = self.group_id, self.text, self.metadata
         self.missing.discard(index)
         return result
 
     def failed(self, index: int) -> DynamicInferenceRequest:
-        """Return a sample that failed with the group's error, as a request with all known tokens."""
+        """Return a sample as a request that failed with the group's error, with all tokens known so far."""
         (request,) = [each for each in self.interrupted() if each.sample_index == index]
         error = self.error
         request.status = Status.FAILED
@@ -124,11 +124,11 @@ class DataParallelBackend:
 
     Args:
         engine: the engine of this rank.
-        config: options of the coordinator; None: defaults. See `JobCoordinator`.
-        world: the ranks.
+        config: options of the coordinator; None: the defaults. See `JobCoordinator`.
+        world: the ranks of the job.
 
     Raises:
-        DeadlineError: the ranks did not connect to each other in time.
+        DeadlineError: some ranks did not connect in time.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, config: CoordinatorConfig | None, world: World) -> None:
@@ -142,7 +142,7 @@ class DataParallelBackend:
         self._failed: deque[OwnGroup] = deque()
         self._asked: Future[dict[str, Any]] | None = None
         self._all_known_before = 0
-        """The policy version that every rank has reached: all tokens of earlier versions are known here."""
+        """The policy version that every rank has reached, so that this rank has received all tokens of earlier versions."""
         self._closed = False
         name = f"rank-{world.rank:0{len(str(world.size - 1))}d}"
 
@@ -186,7 +186,7 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Submit the saved samples of unfinished groups. They continue after their last token."""
+        """Submit the saved samples of unfinished groups. The samples continue after their last token."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -257,7 +257,7 @@ class DataParallelBackend:
     # --- steps and barriers -----------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the engine has work, samples have finished, or the barrier is passed; reconnect if necessary."""
+        """Wait until the engine has work, samples have finished, or the barrier was passed. Reconnect if necessary."""
         worker = self._member.worker
         worker.report_active()
         if (why := self._member.lost) is not None:
@@ -271,13 +271,13 @@ class DataParallelBackend:
             self._calls.refuse_if_ranks_are_missing()
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one engine step; return this rank's samples that have finished, on any rank."""
+        """Make at most one engine step; return the finished samples of this rank's groups, whichever rank computed them."""
         self._happened = False
         self._member.worker.step()
         return self.take_ended()
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Return samples of this rank's groups that have finished, each once."""
+        """Return the finished samples of this rank's groups, each sample once."""
         results = []
         while self._ended:
             group, index = self._ended.popleft()
@@ -292,7 +292,7 @@ class DataParallelBackend:
         return results
 
     def abort(self, group_id: int) -> None:
-        """Abort a group on all ranks and drop its later results. Blocks are freed asynchronously."""
+        """Abort a group on all ranks and drop its later results. Its KV blocks are freed asynchronously."""
         group = self._groups.pop(group_id, None)
         if group is not None:
             group.missing.clear()
@@ -303,12 +303,12 @@ class DataParallelBackend:
             client.abort_request(group.open.request_id)
 
     def report_idle(self) -> None:
-        """Report this rank as idle: it makes no steps until the next `wait`."""
+        """Report that this rank is idle: it makes no steps until the next `wait`."""
         self._calls.give_up()
         self._member.worker.report_idle()
 
     def local_samples(self, samples_missing: int) -> int:
-        """Return the number of samples in this rank's engine, including samples of other ranks."""
+        """Return the number of samples in this rank's engine, including samples of other ranks' groups."""
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:
@@ -324,15 +324,20 @@ class DataParallelBackend:
         return self._member.coordinator
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """Return the values of all ranks in their order, on rank 0; None on the others. Every rank calls it; raises as
-        `CollectiveCalls.meet`.
+        """Return the values of all ranks in rank order on rank 0, and None on the other ranks.
+
+        Every rank must call it. Raises the same errors as `CollectiveCalls.meet`.
         """
         return self._calls.gather(what, value)
 
     # --- inspection -------------------------------------------------------------------------------------------------
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
-        """Return (group id, updates since the oldest token of an unfinished sample); None: not known yet, call again."""
+        """Return the staleness of each unfinished group, or None if it is not known yet and the caller must ask again.
+
+        Returns:
+            (group id, number of weight updates since the oldest token of the group's unfinished samples) pairs.
+        """
         version = self._engine.policy_version
         if not self._groups:
             return []
@@ -342,7 +347,9 @@ class DataParallelBackend:
         return [(group_id, 0 if first is None else version - first) for group_id, first in oldest.items()]
 
     def _earlier_tokens_are_known(self, version: int) -> bool:
-        """Check without waiting. False: a status request is pending or some rank is behind, so call again later."""
+        """Return whether this rank has received all tokens of versions before `version`. Does not wait.
+
+        False: a status request is pending or some rank is behind, so the caller must ask again later."""
         if self._all_known_before == version:
             return True
         asked, self._asked = self._asked, None
@@ -369,7 +376,7 @@ class DataParallelBackend:
         return asked
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Return records of this rank's unfinished samples, with the tokens received here."""
+        """Return records of the unfinished samples of this rank's groups, with the tokens received so far."""
 
         async def read() -> list[DynamicInferenceRequest]:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
@@ -379,7 +386,7 @@ class DataParallelBackend:
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 
     def close(self) -> None:
-        """Disconnect; the other ranks take over this rank's unfinished samples. Idempotent."""
+        """Disconnect. The other ranks take over the samples that this rank's engine has not finished. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,5 +1,6 @@
-"""Launches the coordinator on rank 0 and publishes its address in the job's store for the other ranks, with the keys if
-they are on several hosts.
+"""Launches the coordinator on rank 0, and publishes its address and keys for the other ranks in the job's store.
+
+There are keys only if the coordinator does not listen on loopback.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 START_TIMEOUT_S = 120.0
-"""The deadline for all ranks to connect. They may load their models one after the other."""
+"""Seconds within which all ranks must connect. It is long, because ranks may load their models one after the other."""
 
 
 class JobCoordinator:
     """The address and keys of the job's coordinator, and its process on rank 0.
 
     Args:
-        config: the user's options; size, block size and seed are set from the job, as is a loopback host if the ranks
-            are on several hosts. `ConfigError` if an option contradicts the job.
-        world: the ranks.
+        config: the user's options. The number of ranks, block size and seed are taken from the job. If the ranks are on
+            several hosts, a loopback host is replaced by an address that all hosts can reach.
+        engine: this rank's engine.
+        world: the ranks of the job.
 
     Attributes:
-        address: address of the current coordinator.
-        keys: the job's keys, if the coordinator does not listen on loopback.
-        handle: process handle, on rank 0.
+        address: the address of the current coordinator.
+        keys: the job's keys; None if the coordinator listens on loopback or is insecure.
+        handle: the handle of the coordinator's process on rank 0; None on the other ranks.
+
+    Raises:
+        ConfigError: an option contradicts the job.
     """
 
     def __init__(self, config: CoordinatorConfig, engine: DynamicInferenceEngine, world: World) -> None:
@@ -45,12 +50,12 @@ class JobCoordinator:
         self._incarnation = -1
 
     def launch_or_learn(self) -> None:
-        """Launch the first or the next coordinator on rank 0; wait for its address on the others.
+        """Launch the first or the next coordinator on rank 0; on the other ranks, wait for the coordinator's address.
 
         Raises:
-            DeadlineError: rank 0 published no address, or the coordinator did not listen in time.
-            ConfigError, ConnectionLostError: it cannot listen as configured, or exited immediately. The other ranks
-                then raise a `ConfigError`.
+            DeadlineError: rank 0 published no address in time, or the coordinator did not listen in time.
+            ConfigError, ConnectionLostError: the coordinator cannot listen as configured, or exited immediately. The other
+                ranks then raise a `ConfigError`.
         """
         key = self._key(self._incarnation + 1)
         # If this first launch fails, tell the other ranks, so that they fail now instead of at their deadline. This
@@ -65,12 +70,12 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """Return an unstarted client of the current coordinator. No barrier waits for it."""
+        """Return a client of the current coordinator, which is not started. Barriers do not wait for it."""
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property
     def next_is_published(self) -> bool:
-        """Whether rank 0 has published a successor."""
+        """Whether rank 0 has published the address of a coordinator that replaces the current one."""
         return self._world.is_published(self._key(self._incarnation + 1))
 
     def _launch(self) -> None:
@@ -128,7 +133,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
 
 
 def _portable(tokenizer: Any) -> str | None:
-    """Return the content of a `tokenizer.json`; None if the tokenizer uses its own Python code."""
+    """Return a tokenizer as the content of a `tokenizer.json`, or None if the tokenizer depends on custom Python code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ours = type(tokenizer).__module__.startswith("transformers.")
     return str(backend.to_str()) if ours and hasattr(backend, "to_str") else None

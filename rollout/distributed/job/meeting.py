@@ -1,7 +1,7 @@
 """Agreement of several ranks on whether to start something together: one atomic decision in the job's store.
 
-A decision holds for all ranks: every waiting rank gets a refusal, and the next attempt uses new keys. Gathering sharded
-weights needs it: a rank that started alone would block in the process group until its timeout.
+A decision holds for all ranks: if it is a refusal, every waiting rank gets it. The next attempt uses new keys. Gathering
+sharded weights requires this: a rank that started alone would block in the process group until the group's timeout.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from rollout.threads.interrupts import interrupt_deferred, interrupt_pending
 
 GO = b"go"
 INTERRUPTED = " was interrupted"
-"""Part of a decision: Ctrl-C was pressed on a waiting rank."""
+"""The words in a decision which say that Ctrl-C was pressed on a waiting rank."""
 Judge = Callable[[list[bytes]], str | None]
 
 
 def agree(values: list[bytes]) -> str | None:
-    """Accept any values of the ranks; the default judge."""
+    """Accept any values of the ranks. This is the default judge."""
     return None
 
 
 class Meeting:
-    """Meetings of the same ranks, one after the other.
+    """A series of meetings of the same ranks, one after the other.
 
     Args:
+        world: the ranks.
         what: prefix of the keys in the store.
-        names: names of the ranks in messages; None: "rank" and the number.
+        names: names of the ranks in messages; None: "rank" and the rank's number.
     """
 
     def __init__(self, world: World, what: str, names: Sequence[str] | None = None) -> None:
@@ -43,11 +44,13 @@ class Meeting:
     def meet(self, timeout_s: float, value: bytes = b"here", judge: Judge = agree) -> bytes:
         """Wait for the other ranks; return `GO` or the reason for a refusal.
 
-        The last rank to arrive decides. A rank that has waited too long, or has a Ctrl-C pending, decides against.
+        The last rank to arrive decides. A rank that has waited too long, or has a Ctrl-C pending, decides to refuse.
 
         Args:
+            timeout_s: seconds to wait for the other ranks.
             value: this rank's value, for the judge.
-            judge: function from the values of all ranks, in order, to an error or None. The same on all ranks.
+            judge: a function that takes the values of all ranks, in rank order, and returns the reason for a refusal or
+                None. It must be the same on all ranks.
         """
         world = self.world
         while world.is_published(self._decision):
@@ -82,12 +85,13 @@ class Meeting:
 
 
 class Gathering:
-    """The gathered weights of one manager's engine, kept by nested `held` blocks.
+    """The gathered weights of one engine. They are released when the outermost of nested `held` blocks ends.
 
     Args:
-        meet: barrier of all ranks, called with the name of the call; a no-op without a coordinator. A rank that arrived
-            there and then timed out still counts, so the ranks meet in the store afterwards.
-        world: the ranks; None: a single rank, or weights that need no other rank.
+        engine: the engine whose weights are gathered.
+        meet: waits at a barrier of all ranks, and is called with the name of the call; does nothing without a coordinator.
+            A rank that timed out at the barrier still counts as arrived, so the ranks also meet in the store afterwards.
+        world: the ranks that gather together; None: this rank can gather the weights alone.
         calls: the call that every rank must make, for messages.
     """
 
@@ -111,7 +115,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep weights that are gathered inside the block until the outermost such block ends."""
+        """Keep weights that are gathered inside the block until the outermost `held` block ends."""
         self._holders += 1
         try:
             yield
@@ -121,12 +125,12 @@ class Gathering:
                 self._engine.guard.release()
 
     def ensure(self) -> None:
-        """Gather the weights if they are not gathered, together with all other ranks if that is collective.
+        """Gather the weights if they are not gathered, together with all other ranks if gathering is collective.
 
         Raises:
-            DeadlineError: some ranks did not arrive within `control_timeout_s`; names them. Raised on all ranks that
-                did.
-            EngineStateError: some ranks are at the barrier of another call. Raised on all ranks.
+            DeadlineError: some ranks did not arrive within `control_timeout_s`; the message names them. All ranks that
+                arrived raise it.
+            EngineStateError: some ranks are at the barrier of another call. All ranks raise it.
         """
         if self._engine.weights.ready:
             return
@@ -137,7 +141,7 @@ class Gathering:
                 self._engine.guard.gather()
 
     def _meet(self, meeting: Meeting, timeout_s: float) -> bool:
-        """Agree with the other ranks to gather. False: Ctrl-C interrupted the wait."""
+        """Agree with the other ranks to gather. Return False if Ctrl-C interrupted the wait."""
         decision = meeting.meet(timeout_s)
         if decision == GO:
             return True

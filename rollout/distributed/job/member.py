@@ -1,4 +1,4 @@
-"""One rank's membership in a job: its coordinator, worker and client, assembled, reconnected and closed in order."""
+"""One rank's membership in a job: builds, connects, reconnects and closes the rank's coordinator, worker and client."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollout.threads.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 60.0
-"""Deadline for the coordinator's first answer. It listens before its address is published, so if it is late it is busy or
-has exited."""
+"""Seconds within which the coordinator must answer for the first time. It listens before its address is published, so a late
+coordinator is busy or has exited."""
 ATTEMPT_S = 5.0
-"""Seconds for one attempt to reconnect, before looking for another coordinator."""
+"""Seconds that one attempt to reconnect may take. After it, the rank looks for another coordinator."""
 LONGEST_LEAVE_S = 90.0
-"""The deadline for the client to send its last messages and stop."""
+"""Seconds within which the client must send its last messages and stop."""
 
 
 class JobMember:
@@ -31,17 +31,18 @@ class JobMember:
 
     Args:
         engine: the engine of this rank.
-        coordinator: the job's coordinator, not launched yet.
-        loop: event loop of worker and client; the caller closes it after `close`.
+        coordinator: the job's coordinator, which is not launched yet.
+        loop: the event loop of worker and client. The caller closes it after `close`.
         name: name of this rank.
-        new_client: creates this rank's client from the coordinator's address and keys. None: it sends no requests.
-        on_joined: called on the loop when a client has connected.
-        on_event: called by any thread when a session is lost or the coordinator's process has exited; must not block.
-        worker_options: options of `EngineWorker`.
+        new_client: a function that builds this rank's client from the coordinator's address and keys. None: this rank sends
+            no requests.
+        on_joined: called on the event loop when the client has connected.
+        on_event: called from any thread when a session is lost or the coordinator's process has exited. It must not block.
+        worker_options: keyword arguments for `EngineWorker`.
 
     Attributes:
-        worker: makes the engine's steps; `start` connects it.
-        sessions_left: number of client sessions that have ended.
+        worker: the worker, which makes the engine's steps.
+        sessions_left: the number of client sessions that have ended.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class JobMember:
         """Launch or find the coordinator, and connect worker and client. After an exception, call `leave` and `close`.
 
         Args:
-            idle: the rank reports itself as idle until the first step.
+            idle: whether to report this rank as idle until its first step.
 
         Raises:
-            DeadlineError, ConnectionLostError: the ranks have not found each other.
+            DeadlineError, ConnectionLostError: the coordinator was not found or did not answer in time.
             ConfigError: the coordinator cannot listen as configured.
         """
         self._launch_or_learn()
@@ -113,19 +114,19 @@ class JobMember:
 
     @property
     def client(self) -> InferenceClient:
-        """This rank's client; `ConnectionLostError` if it has left."""
+        """This rank's client. Raises `ConnectionLostError` if there is none, because the rank has left the job."""
         if self._client is None:
             raise ConnectionLostError(f"{self.name}: there is no connection to the coordinator; it was closed")
         return self._client
 
     @property
     def connected(self) -> InferenceClient | None:
-        """This rank's client, if its session is alive."""
+        """This rank's client if its session is alive, otherwise None."""
         return None if self._client is None or self._client.lost is not None else self._client
 
     @property
     def lost(self) -> Exception | None:
-        """The reason if a session of this rank or the coordinator itself is lost. None: both are alive."""
+        """The reason why a session of this rank or the coordinator itself was lost; None if all are alive."""
         handle, address = self.coordinator.handle, self.coordinator.address
         if handle is not None and not handle.alive:
             return ConnectionLostError(
@@ -136,11 +137,18 @@ class JobMember:
         return self.worker.lost or (None if self._client is None else self._client.lost)
 
     def status(self) -> dict[str, Any]:
-        """Return the coordinator's status of the job; `ConnectionLostError` or `DeadlineError` without an answer."""
+        """Return the job's status, as `CoordinatorCore.status` describes it.
+
+        Raises:
+            ConnectionLostError, DeadlineError: the coordinator does not answer.
+        """
         return self.loop.run_sync(self.client.status(), self._timeout_s)
 
     def recover(self, why: Exception) -> None:
-        """Reconnect, to a new coordinator if there is one. Rank 0 starts one if its own has exited.
+        """Reconnect, to a new coordinator if there is one. Rank 0 starts a new coordinator if the old one has exited.
+
+        Args:
+            why: reason for the loss. An error other than a lost or late connection is raised again.
 
         Raises:
             ConnectionLostError: no coordinator accepted this rank within `control_timeout_s`, or the loss is final.
@@ -172,7 +180,11 @@ class JobMember:
             self.worker.reconnect(self.coordinator.address, self.coordinator.keys, ATTEMPT_S)
 
     def _find_coordinator(self, again: bool) -> bool:
-        """Find a new coordinator, or start one on rank 0; return whether address or keys changed."""
+        """Find a new coordinator, or start one on rank 0. Return whether there is a new one.
+
+        Args:
+            again: whether an attempt to reconnect to the current coordinator has failed.
+        """
         coordinator = self.coordinator
         before = coordinator.address, coordinator.keys
         if coordinator.handle is not None:
@@ -192,10 +204,11 @@ class JobMember:
     # --- leaving the job --------------------------------------------------------------------------------------------
 
     def leave(self, before: Callable[[InferenceClient], Awaitable[None]] | None = None) -> None:
-        """Disconnect client and worker; the other ranks take over this rank's unfinished samples. Idempotent.
+        """Disconnect client and worker. The other ranks take over this rank's unfinished samples. Idempotent.
 
         Args:
-            before: awaited with the client before it disconnects.
+            before: a coroutine function that is called with the client before the client disconnects. None: nothing is
+                called.
         """
         try:
             self._leave_client(before)
@@ -203,8 +216,11 @@ class JobMember:
             self.worker.stop()
 
     def close(self, stop_timeout_s: float | None = None) -> None:
-        """Release the coordinator's process, which exits after its last client, or terminate it and kill it after
-        `stop_timeout_s`.
+        """Release or stop the coordinator's process, if this rank has launched it.
+
+        Args:
+            stop_timeout_s: seconds to wait for the process to terminate before it is killed. None: release the process,
+                which then exits when its last client has disconnected.
         """
         handle = self.coordinator.handle
         if handle is not None and stop_timeout_s is None:

@@ -1,4 +1,4 @@
-"""Rank, world size and key-value store of the job, from torch.distributed."""
+"""The rank, world size and key-value store of a job, taken from torch.distributed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rollout.errors import ConfigError, ConnectionLostError, DeadlineError
 
 _numbers = count()
 WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
-"""Host values that mean all interfaces."""
+"""The host values that mean "listen on all interfaces"."""
 _CALLS_ENDED = "calls_ended"
 LOOK_S = 5.0
-"""The interval of checks for a failed rank or Ctrl-C while waiting for the other ranks, in seconds."""
+"""Seconds between two checks for a failed rank or Ctrl-C while a rank waits for the others."""
 HOSTS_TIMEOUT_S = 120.0
-"""The deadline for all ranks to publish their hosts, or the leaders of their groups."""
+"""Seconds within which all ranks must publish their hosts, or the leaders of their tensor-parallel groups."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class World:
     """The ranks of one manager and their shared store.
 
     Attributes:
-        rank: rank of this process, from 0.
-        size: number of ranks.
-        store: key-value store shared by all ranks.
-        prefix: prefix of this manager's keys in the store, equal on ranks that create managers in the same order.
+        rank: the rank of this process, from 0.
+        size: the number of ranks.
+        store: the key-value store that all ranks share.
+        prefix: the prefix of this manager's keys in the store. It is the same on all ranks if they create their managers in
+            the same order.
         one_host: whether all ranks run on this host.
     """
 
@@ -49,7 +50,7 @@ class World:
 
     @classmethod
     def of_torch(cls) -> World | None:
-        """Create it from the default process group; None without a group or with a single rank."""
+        """Return the world of the default process group, or None if there is no group or it has a single rank."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
         size = dist.get_world_size()
@@ -61,19 +62,22 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """Return the world of this process only."""
+        """Return the world that consists only of this process."""
         return cls(0, 1, HashStore(), "rollout/alone", one_host=True)
 
     def within(self, ranks: Sequence[int], name: str) -> World:
-        """Return the world of some of the ranks, including this rank. Ranks are numbered by their place in `ranks`.
+        """Return the world of some of the ranks, which include this rank.
 
         Args:
-            name: part of the keys, different for every such world.
+            ranks: the ranks of the new world; a rank's new number is its index in `ranks`.
+            name: part of the keys in the store, which must differ for every such world.
         """
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
     def leaders(self, leader: int) -> list[int]:
-        """Return the leaders of all groups, in order, from the leader of this rank's group. Every rank calls it."""
+        """Publish the leader of this rank's group, and return the leaders of all groups in rank order.
+
+        Every rank must call it."""
         self.publish(f"leader/{self.rank}", str(leader).encode())
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 
@@ -86,18 +90,22 @@ class World:
         self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # torch's type stub lacks bytes
 
     def is_published(self, key: str) -> bool:
-        """Return whether a key has a value; False if the store's process has ended."""
+        """Return whether a key has a value. Return False if the process that holds the store has ended."""
         try:
             return bool(self.store.check([f"{self.prefix}/{key}"]))
         except dist.DistError:
             return False
 
     def settle(self, key: str, value: bytes) -> None:
-        """Publish a value unless the key already has a value. Exactly one of several ranks succeeds."""
+        """Publish a value unless the key already has one. If several ranks try, exactly one succeeds."""
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
-        """Wait for a key; return whether it has a value within `timeout_s`. `ConnectionLostError`: the store has ended."""
+        """Wait for a key; return whether it has a value within `timeout_s` seconds.
+
+        Raises:
+            ConnectionLostError: the process that holds the store has ended.
+        """
         full = f"{self.prefix}/{key}"
         try:
             # Wait at least 1 ms: a timeout that rounds to 0 ms would mean waiting forever.
@@ -112,18 +120,18 @@ class World:
         return True
 
     def publish_calls_ended(self, count: int) -> None:
-        """Publish the number of completed collective calls; every rank does so before its next call."""
+        """Publish this rank's number of completed collective calls. Every rank does so before its next call."""
         # Ignore errors: the store disappears with the process that holds it, and then nobody reads this number.
         with suppress(dist.DistError):
             self.publish(_CALLS_ENDED, str(count).encode())
 
     def calls_ended(self) -> int:
-        """Return the number of completed collective calls that any rank published last."""
+        """Return the number of completed collective calls that was published last, by any rank; 0 if there is none."""
         return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Publish an exception raised inside the block, so that ranks that wait for this rank raise it too."""
+        """Publish an exception that is raised inside the block, so that ranks that wait for this rank fail too."""
         try:
             yield
         except BaseException as exc:
@@ -134,7 +142,7 @@ class World:
             raise
 
     def refuse_when_failed(self) -> None:
-        """Raise `ConfigError` if a rank has failed to join."""
+        """Raise `ConfigError` if a rank has failed to join the job."""
         with suppress(dist.DistError):
             if self.store.check([self._failed]):
                 raise ConfigError(f"rank {self.rank}: {bytes(self.store.get(self._failed)).decode()}")
@@ -148,9 +156,9 @@ class World:
         """Wait for a key and return its value.
 
         Raises:
-            DeadlineError: the key has no value within `timeout_s`.
-            ConfigError: a rank has failed to join.
-            ConnectionLostError: the store's process has ended.
+            DeadlineError: the key has no value within `timeout_s` seconds.
+            ConfigError: a rank has failed to join the job.
+            ConnectionLostError: the process that holds the store has ended.
         """
         deadline = time.monotonic() + timeout_s
         while not self.wait_until(key, min(LOOK_S, deadline - time.monotonic())):
@@ -163,8 +171,10 @@ class World:
         return bytes(self.store.get(f"{self.prefix}/{key}"))
 
     def address_for_others(self) -> str:
-        """Return this host's address as reachable from the job's other hosts; `ConfigError` if it cannot be
-        determined.
+        """Return an address of this host that the job's other hosts can reach.
+
+        Raises:
+            ConfigError: the address cannot be determined.
         """
         master = os.environ.get("MASTER_ADDR", "")
         try:
@@ -195,9 +205,10 @@ class World:
 
 
 def loopback_identity() -> str:
-    """Return a text that two processes share only if they share a loopback device: host, boot, network namespace.
+    """Return a text that is the same for two processes only if they share a loopback device.
 
-    Containers of different hosts may have the same name.
+    It contains host name, boot id and network namespace. The host name alone is not enough, because containers on different
+    hosts may have the same name.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):

@@ -1,6 +1,6 @@
-"""State of open requests: the known tokens of each sample, and the rank that computes it.
+"""The state of sessions and open requests: the known tokens of each sample, and the rank that computes it.
 
-Always true: the known tokens of a sample are contiguous from 0. No I/O, no clock.
+The known tokens of a sample are contiguous from token 0. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
-"""The largest group. With known tokens for each sample it takes some tens of milliseconds."""
+"""The maximum number of samples in a group. Handling such a group with known tokens for each sample takes some tens of
+milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
 """The maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
@@ -25,7 +26,7 @@ NO_BARRIER = -1
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """The session of one connected process."""
+    """The session of one connected process. Times are in monotonic seconds."""
 
     identity: bytes
     name: str
@@ -41,9 +42,10 @@ class ClientPeer(Peer):
     """The session of a client."""
 
     member: int | None = None
-    """The rank of this client's training loop; None: not a member."""
+    """The rank whose training loop uses this client; None: no training loop, so barriers do not wait for it."""
     catching_up: bool = False
-    """Whether this member has not arrived at an open barrier yet, so others may have continued without it."""
+    """Whether this member has just (re)connected and has not arrived at an open barrier yet. The other members may have
+    continued without it."""
     barrier: int = NO_BARRIER
     """The highest barrier at which the member has arrived."""
     answered: int = NO_BARRIER
@@ -54,11 +56,11 @@ class ClientPeer(Peer):
     open_bytes: int = 0
     """The bytes charged for the client's open requests."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
-    """Open requests by client-side id."""
+    """The client's open requests, indexed by the client's request id."""
     stretches: list[Stretch] = field(default_factory=list)
-    """Stretches of the client's next `Update`."""
+    """The stretches to send in the client's next `Update`."""
     stretch_bytes: int = 0
-    """The approximate size of these stretches, in bytes."""
+    """The approximate size of `stretches`, in bytes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,9 +73,9 @@ class RankPeer(Peer):
     ready: bool = False
     """Whether the rank has reached the state of its `RegisterAck`."""
     resting: bool = False
-    """Whether the rank's engine is idle: the training loop is outside `generate`."""
+    """Whether the rank's engine is idle, because its training loop is outside `generate`."""
     waited_for_since: float = math.inf
-    """The start of the grace period of a rank that is idle or behind while others compute; infinity: it is neither."""
+    """The time since when the rank has been idle or behind while others compute; infinity: it is not."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -81,14 +83,14 @@ class RankPeer(Peer):
     tokens: int = 0
     """The number of tokens that the rank has reported in this session."""
     latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
-    """(seconds to the first token, seconds per later token) of recently finished samples."""
+    """The (seconds to the first token, seconds per later token) of recently finished samples."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
-    """Open assignments by attempt."""
+    """The rank's open assignments, indexed by attempt."""
 
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """A tokenizer job: a text to tokenise, or completions (int32 token ids) to detokenise. Neither: cancelled."""
+    """A tokenizer job: a text to tokenise, or completions (int32 token ids) to detokenise. A cancelled job has neither."""
 
     job_id: int
     text: str | None = None
@@ -107,9 +109,9 @@ class Assignment:
     request: OpenRequest
     rank: RankPeer
     samples: set[int]
-    """Samples that have not ended."""
+    """The indices of the samples that have not finished."""
     claim: Claim
-    """The router's handle of the expected hashes."""
+    """The router's record of the hashes that the rank is expected to cache."""
     held: bool = False
     """Whether the assignment has not been sent yet, because the rank's weights are too old."""
 
@@ -124,7 +126,7 @@ class OpenRequest:
     n: int
     params: bytes
     share: str | None
-    """The part of the prefix cache in which the request's blocks are found, as `SamplingParams.prefix_share`."""
+    """The request's `SamplingParams.prefix_share`: only requests with the same value share cached blocks."""
     seed: int
     priority: int
     arrival_time: float
@@ -136,39 +138,43 @@ class OpenRequest:
     charged: int = 0
     """The bytes charged to the client until the request ends."""
     prompt: bytes | None = None
-    """Token ids (int32); None until the text is tokenised."""
+    """The prompt's token ids (int32); None until a text prompt is tokenised."""
     images: bytes = b""
-    """msgpack of its images' tensors, which the coordinator never decodes."""
+    """The tensors of the prompt's images, as msgpack that the coordinator never decodes."""
     keyed: bytes = b""
-    """The input of the block hashes, instead of the prompt. Empty with images: there are no hashes."""
+    """The tokens (int32) from which block hashes are computed, if not from the prompt; see `Submit.keyed`. Empty for a
+    prompt with images: no hashes are computed."""
     hashes: list[int] | None = None
-    """Hashes of the prompt's complete blocks, computed on first use."""
+    """The hashes of the prompt's complete blocks; None until they are first used."""
     open: set[int] = field(default_factory=set)
-    """Samples that have not ended."""
+    """The indices of the samples that have not finished."""
     queued: set[int] = field(default_factory=set)
-    """Open samples that are not assigned."""
+    """The indices of the open samples that are not assigned to a rank."""
     in_queue: bool = False
     placed: bool = False
     """Whether the request was ever assigned to a rank."""
     closed: bool = False
-    """Whether the request has ended or failed."""
+    """Whether the request has finished or failed."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     tokens: PartialGroup = field(default_factory=PartialGroup)
-    """Known tokens of the samples that have not ended."""
+    """The known tokens of the samples that have not finished."""
     newest_version: int = 0
-    """Highest version of its tokens, or of its client's weights when it was submitted; older engines do not compute it."""
+    """The highest policy version among the request's tokens and its client's weights at submission. An engine with older
+    weights does not compute the request."""
     losses: int = 0
-    """The number of ranks lost while computing the request, since its last new token."""
+    """The number of ranks lost while they computed the request, since the request's last new token."""
     too_new_since: float = math.inf
-    """The start of its wait for a rank of `newest_version`; infinity: it does not wait."""
+    """The time since when no rank has had suitable weights for the request; infinity: the request does not wait for one."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
-    """Pending text jobs by id: the prompt to tokenise, or completions to detokenise."""
+    """The pending tokenizer jobs, by id: the prompt to tokenise, or completions to detokenise."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
-        """Add a stretch of new tokens; return the samples that it ended. `tokens.forget` drops them.
+        """Add a stretch of new tokens; return the indices of the samples that finish with it.
+
+        The tokens of finished samples stay until `tokens.forget`.
 
         Raises:
-            SerializationError: a sample is not open, or the tokens do not continue its known tokens.
+            SerializationError: a sample is not open, or the new tokens do not continue the sample's known tokens.
         """
         if not self.open.issuperset(stretch.indices):
             index = next(index for index in stretch.indices if index not in self.open)

@@ -1,14 +1,15 @@
-"""Routing: scores every rank by cached prefix and free slots, and picks one for a group.
+"""Routing: scores every rank by cached prefix and free slots, and picks a rank for a group.
 
     score(rank) = α · matched leading blocks / blocks of the prompt + (1 - α) · (slots - load) / slots
 
-A rank has `max_requests` slots. Ties go to the rank that was assigned something last, then to the lowest name. A rank
-is a candidate for a group of n while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). Without a
-candidate the group stays queued at the caller, and goes to the first rank that has room.
+A rank has `max_requests` slots. Its load is the number of its assigned samples that have not finished. If scores are equal,
+the rank with the latest assignment wins, then the lowest name. A rank is a candidate for a group of n samples while it has
+*room*: load + min(n, slots) <= slots + max(1, slots // 8). If there is no candidate, the caller keeps the group queued until
+a rank has room.
 
-Always true (asserted by `check()`): a rank holds a hash if an open assignment will cache it there (*expected*,
-reference-counted) or the rank has reported it (*listed*, bounded LRU). Its load is the exact number of its assigned
-samples that have not ended. A decision scores every rank once. No clock, no randomness, no I/O, no request ids.
+The router keeps two sets of block hashes per rank: *expected* hashes, which an open assignment will cache on the rank
+(reference-counted), and *listed* hashes, which the rank has reported (a bounded LRU). A decision scores every rank once. No
+clock, no randomness, no I/O, no request ids.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import NamedTuple
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 LOOKAHEAD_SHARE = 8
-"""One extra sample is assigned per this many slots."""
+"""The number of slots per extra sample that a rank is assigned beyond its slots."""
 MAX_HASHES_PER_RANK = 1 << 18
-"""Block hashes listed per rank; the least recently used are dropped."""
+"""The maximum number of listed block hashes per rank; the least recently used hashes are dropped."""
 
 Claim = tuple[dict[int, int], Sequence[int]]
-"""Hashes that one assignment is expected to cache on its rank, and the rank's counters at that time. A version change
-replaces the counters, which voids the claim."""
+"""The claim of one assignment: the rank's counters of expected hashes, and the hashes that the assignment has counted there.
+A version change replaces the rank's counters, so an older claim no longer affects them."""
 
 
 class Placement(NamedTuple):
@@ -42,21 +43,21 @@ class Placement(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """The load and hashes of one rank."""
+    """The load and the hashes of one rank."""
 
     name: str
     max_requests: int
     limit: int
-    """The most samples assigned at a time: a few more than the slots, so that one is ready when a slot is freed."""
+    """The maximum load: a few more than the slots, so that a sample is waiting when a slot becomes free."""
     load: int = 0
-    """Number of assigned samples that have not ended. In deterministic mode: the samples ever assigned, of which only the
-    differences between ranks matter."""
+    """The number of assigned samples that have not finished. In deterministic mode: the number of samples ever assigned, of
+    which only the differences between ranks matter."""
     stamp: int = -1
-    """A number that rises with every assignment of the router; -1: the rank was never assigned anything."""
+    """The number of the rank's latest assignment among the router's assignments; -1: the rank has had no assignment."""
     expected: dict[int, int] = field(default_factory=dict)
-    """Expected hashes: hash → number of claims on it."""
+    """The expected hashes: hash → number of claims on it."""
     listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Listed hashes, the least recently used first."""
+    """The listed hashes, the least recently used first."""
 
     def free(self, more: int = 0) -> float:
         """Return the free share of slots after `more` further samples; negative if samples exceed slots."""
@@ -66,7 +67,7 @@ class _Rank:
         return self.load + min(samples, self.max_requests) <= self.limit
 
     def match(self, hashes: Sequence[int]) -> int:
-        """Return the number of leading hashes that the rank has."""
+        """Return the number of leading hashes that the rank has cached or is expected to cache."""
         expected, listed = self.expected, self.listed
         for depth, each in enumerate(hashes):
             if each not in expected and each not in listed:
@@ -74,7 +75,8 @@ class _Rank:
         return len(hashes)
 
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
-        """Refresh listed hashes in the LRU order; with a limit, list the others too and drop the oldest beyond it."""
+        """Mark the listed ones among `hashes` as recently used. With a `limit`, also list the others, and drop the least
+        recently used hashes beyond the limit."""
         # Refresh from the last block to the first: the last block is then evicted first, and the remaining prefix still
         # matches.
         for each in reversed(tuple(hashes)):
@@ -90,14 +92,15 @@ class Router:
     """The router, which chooses ranks for the samples of a group.
 
     Args:
-        policy: LONGEST_PREFIX scores all blocks, FIRST_PREFIX_BLOCK the first one only; without hashes both take the
-            largest free share. LOAD_BALANCED takes the largest free share, ties to the lowest name. ROUND_ROBIN takes
-            the next name. The last two keep no hashes.
-        alpha: weight of the match in the score, in [0, 1].
-        deterministic: decide by the order of calls of `place` and `assigned` and by the sorted names alone. Nothing is
-            placed before `data_parallel_size` ranks are connected. Load is the number of samples ever assigned; hashes
-            come from past assignments; reports have no effect.
-        data_parallel_size: ranks of the job.
+        policy: LONGEST_PREFIX scores all blocks of the prompt, FIRST_PREFIX_BLOCK only the first block. If there are no
+            hashes, both choose the rank with the largest share of free slots. LOAD_BALANCED always chooses that rank, the
+            lowest name if there are several. ROUND_ROBIN chooses the next name. The last two policies use no hashes.
+        alpha: weight of the cached prefix in the score, in [0, 1].
+        max_hashes_per_rank: maximum number of listed hashes per rank.
+        deterministic: whether decisions depend only on the order of the calls of `place` and `assigned` and on the sorted
+            names. Nothing is placed before `data_parallel_size` ranks are connected. Load is then the number of samples ever
+            assigned, and hashes come from past assignments instead of the ranks' reports.
+        data_parallel_size: number of ranks of the job.
     """
 
     def __init__(
@@ -120,18 +123,18 @@ class Router:
         self._deterministic = deterministic
         self._data_parallel_size = data_parallel_size
         self.complete = not deterministic
-        """Whether placement has begun; in deterministic mode False until all ranks have connected."""
+        """Whether groups may be placed; in deterministic mode False until all ranks have connected."""
         self._ranks: dict[str, _Rank] = {}
-        """Connected ranks, sorted by name."""
+        """The connected ranks, sorted by name."""
         self._clock = 0
         self._last = ""
-        """The name of the last assigned rank, which may have left: ROUND_ROBIN continues after it."""
+        """The name of the rank with the latest assignment, after which ROUND_ROBIN continues. The rank may have left."""
 
     # --- ranks --------------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Names of the connected ranks, sorted."""
+        """The names of the connected ranks, sorted."""
         return tuple(self._ranks)
 
     def add_rank(self, name: str, max_requests: int) -> None:
@@ -145,29 +148,29 @@ class Router:
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
-        """Remove a rank and its hashes; claims on it may still be released."""
+        """Remove a rank and its hashes. Claims on the rank may still be released."""
         del self._ranks[name]
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def hashes_wanted(self) -> bool:
-        """Return whether decisions depend on hashes. False: the caller need not compute hashes."""
+        """Return whether decisions depend on hashes. If not, the caller need not compute them."""
         return self._by_prefix and self._alpha > 0 and max(len(self._ranks), self._data_parallel_size) > 1
 
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
-        """Choose the ranks for a group; `assigned` records the decision.
+        """Choose the ranks for a group. The caller then records the decision with `assigned`.
 
-        A group goes to one rank unless a prefix policy scores another rank higher for some of its samples, placed one
-        by one: a rank that got one of them matches the whole prompt and has one slot less. All chosen ranks have room
-        for the whole group.
+        A prefix policy places the samples one by one and may split the group: after each placement the chosen rank counts
+        as having the whole prompt cached and one free slot less. The other policies choose one rank for the group. Every
+        chosen rank has room for the whole group.
 
         Args:
             hashes: hashes of the prompt's complete blocks, from the first block on.
-            samples: number of samples of the group, at least 1.
-            exclude: ranks that are not candidates.
+            samples: number of samples in the group, at least 1.
+            exclude: names of ranks that are not candidates.
 
         Returns:
-            Parts of the group, in the order in which to assign them; empty if no rank has room.
+            The parts of the group, in the order in which to assign them; empty if no rank has room.
         """
         if not self.complete:
             return []
@@ -213,10 +216,15 @@ class Router:
     # --- recorded events ----------------------------------------------------------------------------------------
 
     def assigned(self, name: str, hashes: Sequence[int], samples: int) -> Claim:
-        """Record that `samples` of a group were assigned to a rank, which will cache the hashes of its prompt's
-        complete blocks.
+        """Record that some samples of a group were assigned to a rank, which will therefore cache the prompt's blocks.
 
-        Returns the claim to pass to `released` when the assignment has ended.
+        Args:
+            name: name of the rank.
+            hashes: hashes of the prompt's complete blocks.
+            samples: number of assigned samples.
+
+        Returns:
+            The claim to pass to `released` when the assignment has ended.
         """
         rank, asked = self._ranks[name], self._asked(hashes)
         rank.load += samples
@@ -230,12 +238,12 @@ class Router:
         return rank.expected, claimed
 
     def ended(self, name: str, samples: int = 1) -> None:
-        """Record that samples have ended on, or were withdrawn from, a rank."""
+        """Record that `samples` samples have finished on a rank or were withdrawn from it."""
         if not self._deterministic:
             self._ranks[name].load -= samples
 
     def released(self, claim: Claim) -> None:
-        """Release the claim of an ended assignment: its hashes are no longer expected."""
+        """Release the claim of an assignment that has ended, whose hashes are then no longer expected."""
         expected, hashes = claim
         for each in hashes:
             expected[each] -= 1
@@ -243,13 +251,13 @@ class Router:
                 del expected[each]
 
     def reported(self, name: str, added: Iterable[int], removed: Iterable[int], flushed: bool) -> None:
-        """Apply a rank's report of prefix cache changes.
+        """Apply a rank's report of prefix cache changes: first `flushed`, then `removed`, then `added`.
 
         Args:
-            name: the rank.
-            flushed: whether all earlier hashes were dropped; applied first.
-            removed: evicted hashes; hashes of open assignments stay expected. Applied second.
-            added: newly cached hashes of one prompt, from its first block on.
+            name: name of the rank.
+            added: hashes of newly cached blocks of one prompt, from the prompt's first block on.
+            removed: hashes of evicted blocks. Hashes of open assignments stay expected.
+            flushed: whether the rank has dropped all earlier blocks.
         """
         rank = self._ranks[name]
         if self._deterministic or not self._by_prefix:
@@ -261,7 +269,7 @@ class Router:
         rank.use(added, limit=self._max_hashes)
 
     def version_changed(self, name: str) -> None:
-        """Remove a rank's hashes and void its claims: blocks of an older policy version match no new request."""
+        """Remove a rank's hashes and claims, because blocks of an older policy version match no new request."""
         rank = self._ranks[name]
         if not self._deterministic:
             rank.expected = {}

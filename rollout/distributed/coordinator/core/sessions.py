@@ -1,7 +1,7 @@
-"""Sessions of peers: handshake, sequence numbers, heartbeats, and cleanup when one ends. No I/O; the clock is passed in.
+"""Sessions of peers: handshake, sequence numbers, heartbeats, and cleanup at the end. No I/O; the clock is passed in.
 
-Always true: an identity, a rank's name and a member's number have at most one session each; when a session ends, the
-requests of its client are closed, and the samples at its rank return to the queue.
+There is at most one session per identity, per rank name and per member number. When a client's session ends, its requests
+are closed. When a rank's session ends, the samples assigned to the rank return to the queue.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollout.distributed.protocol.frames import Sequencer
 from rollout.state import CoordinatorState, EngineState
 
 MAX_RANK_LOSSES = 5
-"""Number of ranks that may die while computing one request, without a new token in between, before the request fails. The
-request may be the cause."""
+"""The number of ranks that may be lost in a row while they compute the same request, without a new token of it. Then the
+request fails, because it may be what kills the ranks."""
 
 
 class Sessions:
-    """The handshakes and ends of the sessions in `Peers`."""
+    """The sessions in `Peers`: how they begin, stay alive and end."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Sessions:
         self._peers.say(rank, wire.RegisterAck(*self._terms()))
 
     def _terms(self) -> tuple[str, int, float, float]:
-        """Return the first fields of `ConnectAck` and `RegisterAck`."""
+        """Return the first four fields of `ConnectAck` and `RegisterAck`."""
         config, control = self._config, self._control
         return (
             control.state.value, control.policy_version, config.advanced.heartbeat_interval_s,
@@ -114,7 +114,9 @@ class Sessions:
     # --- frames and heartbeats --------------------------------------------------------------------------------------
 
     def is_next(self, peer: Peer, sequence: int, now: float) -> bool:
-        """Return whether a frame is the peer's next. False: it is a repetition, or lost frames have ended the session."""
+        """Return whether a frame is the peer's next frame.
+
+        If not, it is a repetition, or frames before it were lost and the session has ended."""
         try:
             new = peer.frames.accept(sequence)
         except LostFramesError as exc:
@@ -125,7 +127,7 @@ class Sessions:
         return new
 
     def beat(self, now: float) -> None:
-        """End the sessions of silent peers, and send heartbeats to idle ones."""
+        """End the sessions of silent peers, and send heartbeats to peers to which nothing was sent for a while."""
         interval, timeout = self._config.advanced.heartbeat_interval_s, self._config.advanced.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
         if now - last > timeout / 2:
@@ -148,12 +150,17 @@ class Sessions:
     # --- ends of sessions -------------------------------------------------------------------------------------------
 
     def end(self, peer: Peer, code: str, text: str, now: float) -> None:
-        """End a session with a reason; the peer counts as lost."""
+        """End a peer's session with a reason. The peer is treated as lost."""
         self._peers.say(peer, wire.Refused(code, shortened(text), True))
         self.leave(peer, text, now, died=True)
 
     def leave(self, peer: Peer, why: str, now: float, *, died: bool) -> None:
-        """Remove a session that has ended, on purpose or not, with everything that depends on it."""
+        """Remove a session that has ended, and everything that depends on it.
+
+        Args:
+            why: reason, for error messages.
+            died: whether the session ended unexpectedly. Barriers then wait for the member for a grace period.
+        """
         self._peers.drop(peer)
         self._control.lost(peer.identity)
         if isinstance(peer, ClientPeer):
