@@ -1,7 +1,7 @@
 """Collective calls of the ranks: counted, synchronised at the coordinator's barriers, robust to a disconnected rank.
 
-Every rank counts the collective calls that it has completed, so the count names the barrier of the next call. The count is
-published in the store, so a rank that is disconnected at the end of a call does not wait forever.
+Every rank counts the collective calls that it has completed; the count is the number of the next call's barrier. The count
+is also published in the store, so a rank that is disconnected at the end of a call does not wait forever.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Base class of messages, and the checked types of their fields, used as annotations.
+"""The base class of messages, and the types of message fields: annotations with a rule that decoding checks.
 
-Checks use `type()` and not `isinstance()`: True is not an integer on the wire.
+Checks use `type()` and not `isinstance()`, because True must not pass as an integer.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from rollout.requests.delta import TOKEN_BYTES
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 SET_VERSION = "set_version"
-"""Control call that sets the policy version, given as its argument; not a lifecycle signal."""
+"""The control call that sets the policy version, which is its argument. It is not a lifecycle signal."""
 GIVEN_UP = "given up"
-"""`Barrier.what` of a member whose call raised an exception: its arrival matches every call."""
+"""The `Barrier.what` of a member whose call raised an exception. The member's arrival then matches every call."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
-"""Control call that drops all unreferenced cached blocks of every engine, in any state."""
+"""The control call that evicts all cached blocks that no request uses from every engine, in any state."""
 LOAD_WEIGHTS = "load_weights"
-"""Control call that loads the weights of the folder given as its argument into every engine, in any state."""
+"""The control call that loads weights into every engine, in any state. The argument is the folder."""
 LOAD_ADAPTER = "load_adapter"
-"""Control call that loads a LoRA adapter, given as `NAME=FOLDER`, into every engine, in any state."""
+"""The control call that loads a LoRA adapter into every engine, in any state. The argument is `NAME=FOLDER`."""
 UNLOAD_ADAPTER = "unload_adapter"
-"""Control call that unloads the adapter of this name from every engine, and ends its requests there, in any state."""
+"""The control call that unloads a LoRA adapter from every engine, in any state, and fails requests that use the adapter. The
+argument is the adapter's name."""
 UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
-"""Control calls that do not change an engine's state."""
+"""The control calls that change neither an engine's state nor the policy version."""
 Check = Callable[[Any], bool]
 
 
 class Rule(NamedTuple):
-    """The validation rule of a field: its description in words, and a predicate."""
+    """The validation rule of a field: a description in words, and a function that checks a value."""
 
     text: str
     holds: Check
 
 
 def is_count(value: Any) -> bool:
-    """Return whether the value is an integer in [0, 2**63)."""
+    """Return whether a value is an integer in [0, 2**63)."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -138,7 +139,7 @@ Priority = Annotated[
 
 
 class LostFramesError(SerializationError):
-    """A frame or token arrived out of sequence: earlier ones were lost with a connection."""
+    """A frame or token arrived out of sequence, because earlier frames or tokens were lost with a connection."""
 
 
 class Message:
@@ -148,17 +149,21 @@ class Message:
     header: ClassVar[int]
     """The number of the message type on the wire."""
     way: ClassVar[str]
-    """The direction of the message: sender → receiver."""
+    """The direction in which the message is sent, as "sender → receiver"."""
 
 
 MESSAGES: dict[int, type[Message]] = {}
-"""Header → message."""
+"""The message types: header → class."""
 M = TypeVar("M", bound=Message)
 
 
 @dataclass_transform(field_specifiers=(field,))
 def message(header: int, way: str) -> Callable[[type[M]], type[M]]:
-    """Decorate a class as a dataclass that is sent under this header."""
+    """Return a decorator that turns a class into a dataclass sent under `header`, and registers the class in `MESSAGES`.
+
+    Args:
+        way: direction in which the message is sent, as "sender → receiver".
+    """
 
     def register(kind: type[M]) -> type[M]:
         made = dataclass(slots=True)(kind)

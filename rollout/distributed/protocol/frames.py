@@ -1,6 +1,6 @@
-"""Encoding and decoding of messages as msgpack frames, with sequence numbers per connection.
+"""Encoding and decoding of messages as msgpack frames, and the frames' sequence numbers.
 
-Decoding checks every field; a malformed frame raises a `SerializationError` that names the field.
+Decoding checks every field. A malformed field raises a `SerializationError` that names it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from rollout.errors import SerializationError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 MAX_FRAME_BYTES = 64 << 20
-"""The maximum frame size, in bytes; a longer frame is rejected without being decoded."""
+"""The maximum size of a frame, in bytes. A longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""Maximum size of a prompt with its images and the known tokens of its samples, so that an `Assign` fits into one frame."""
+"""The maximum size, in bytes, of a prompt with its images and the known tokens of its samples. An `Assign` message with all
+of them then fits into a frame."""
 MAX_STRETCHES = 1 << 11
-"""The maximum number of stretches per frame: one costs as much as fifty numbers."""
+"""The maximum number of stretches per frame. It is low because one stretch takes as long to decode as fifty numbers."""
 MAX_ITEMS = 1 << 19
-"""The maximum length of a list or map, some tens of milliseconds of work; long number columns travel as buffers."""
+"""The maximum length of a list or map in a frame, which takes some tens of milliseconds to decode. Long columns of numbers
+are sent as buffers instead."""
 
 
 class _Row:
-    """A converter of one dataclass to a positional list and back, which checks every field."""
+    """A converter of one dataclass to a positional list and back, which checks every field when it reads a list."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -82,16 +84,20 @@ _ROWS = {header: _Row(kind) for header, kind in MESSAGES.items()}
 
 
 def encode(sequence: int, message: Message) -> bytes:
-    """Encode a message as one frame; `sequence` is its number in its direction of the connection, from 0."""
+    """Encode a message as one frame.
+
+    Args:
+        sequence: number of the frame, from 0, among the frames in its direction of the connection.
+    """
     packed: bytes = msgpack.packb([message.header, sequence, *_ROWS[message.header].plain(message)])
     return packed
 
 
 def decode(frame: bytes | memoryview) -> tuple[int, Message]:
-    """Decode a frame to (sequence, message).
+    """Decode a frame to (sequence number, message).
 
     Raises:
-        SerializationError: the frame exceeds `MAX_FRAME_BYTES`, is not msgpack, or has an unknown header or malformed
+        SerializationError: the frame exceeds `MAX_FRAME_BYTES`, is not msgpack, or has an unknown header or a malformed
             field.
     """
     if len(frame) > MAX_FRAME_BYTES:
@@ -125,11 +131,15 @@ class Sequencer:
         return self._sent - 1
 
     def skip(self) -> None:
-        """Count an undecodable frame as received in sequence."""
+        """Count a frame that could not be decoded as the next received frame."""
         self._received += 1
 
     def accept(self, sequence: int) -> bool:
-        """Return whether a received frame is new or a duplicate. `LostFramesError` if earlier frames are missing."""
+        """Return True if a received frame is new, and False if it is a duplicate.
+
+        Raises:
+            LostFramesError: frames before this frame are missing.
+        """
         if sequence < self._received:
             return False
         if sequence > self._received:

@@ -1,10 +1,11 @@
-"""Messages between clients, the coordinator and ranks: one dataclass per header, each field with its check.
+"""The messages between clients, the coordinator and ranks: one dataclass per header, each field with its check.
 
-A frame is msgpack [header, sequence, field, field, …], fields in the order of the dataclass; a ZMQ message carries one
-or more frames.
+A frame is msgpack [header, sequence, field, field, …], with the fields in the order of the dataclass. A ZMQ message contains
+one or more frames.
 
-Always true: nothing is unpickled; token ids travel as raw little-endian int32, log-probs as float32, block hashes as
-int64; each direction of a connection numbers its frames from 0, so that duplicates are dropped and gaps are detected.
+- Nothing is unpickled.
+- Token ids are sent as raw little-endian int32, log-probs as float32, block hashes as int64.
+- Each direction of a connection numbers its frames from 0, so that duplicates are dropped and gaps are detected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Submit(Message):
     """A new group of n samples of one prompt."""
 
     request_id: wire.Count
-    """The client's id of the request, which rises with every message."""
+    """The request id that the client chose; each request of a client has a higher id than the one before."""
     prompt: wire.Prompt
     n: wire.Count
     params: wire.Blob
@@ -34,24 +35,24 @@ class Submit(Message):
     """The seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
     priority: wire.Priority = 0
     arrival_time: wire.OptionalSeconds = None
-    """The time of arrival, in wall-clock seconds; None: now."""
+    """The time of arrival, in wall-clock seconds; None: the time at which an engine receives the group."""
     timeout_s: wire.OptionalSeconds = None
-    """The deadline in seconds after arrival. None: no deadline while any rank is connected."""
+    """The number of seconds after which the group fails. None: no deadline while any rank is connected."""
     interval: wire.Count = 0
-    """Tokens per sample between two reports; 0: the coordinator's interval."""
+    """The number of tokens per sample between two reports; 0: the coordinator's configured interval."""
     known: Stretches = field(default_factory=list)
-    """Known tokens of a continued group (`request_id` and `attempt` are ignored)."""
+    """The known tokens of a continued group; the `request_id` and `attempt` in these stretches are ignored."""
     wanted: wire.Counts = field(default_factory=list)
-    """Samples to compute if the others have finished. Empty: all."""
+    """The indices of the samples to compute. Empty: all samples."""
     min_policy_version: wire.Count = 0
-    """The lowest policy version that an engine must have to compute it: the version of the client's weights."""
+    """The lowest policy version with which an engine may compute the group: the version of the client's weights."""
     share: wire.OptionalText = None
-    """The part of the prefix cache in which the group's blocks are found, as `SamplingParams.prefix_share`."""
+    """The group's `SamplingParams.prefix_share`: only requests with the same value share cached blocks."""
     images: wire.Blob = b""
-    """msgpack of the tensors of its images by name; empty: a prompt of text."""
+    """The tensors of the prompt's images by name, as msgpack. Empty: the prompt has no images."""
     keyed: wire.Tokens = b""
-    """The prompt with its image's key in place of every placeholder, from which block hashes are computed. Empty: the prompt
-    itself or, with images, no hashes."""
+    """The prompt with a key of the image in place of every image placeholder; block hashes are computed from it. Empty:
+    hashes are computed from the prompt or, if it has images, not at all."""
 
 
 @message(21, "coordinator → client")
@@ -64,12 +65,12 @@ class Accepted(Message):
 
 @message(22, "coordinator → rank")
 class Assign(Message):
-    """The samples that one rank has to compute."""
+    """The assignment of samples of one request to a rank, which has to compute them."""
 
     request_id: wire.Count
-    """The id that the coordinator gave the request."""
+    """The request id that the coordinator chose."""
     attempt: wire.Count
-    """Unique, increasing id of the assignment; reports with an older attempt are discarded."""
+    """The unique id of the assignment, which rises with every assignment. Reports with an older attempt are discarded."""
     indices: wire.Counts
     prompt: wire.Tokens
     params: wire.Blob
@@ -78,27 +79,28 @@ class Assign(Message):
     arrival_time: wire.Seconds
     interval: wire.Count
     known: Stretches
-    """Tokens computed by earlier ranks, in order; generation continues after them."""
+    """The tokens computed by earlier ranks, in order. Generation continues after them."""
     images: wire.Blob = b""
-    """Images in the form of `Submit`."""
+    """The prompt's images, as in `Submit`."""
 
 
 @message(23, "rank → coordinator")
 class Progress(Message):
-    """A rank's report since its previous report: tokens, prefix cache changes, load."""
+    """A rank's report of what is new since its previous report: tokens, prefix cache changes and load."""
 
     stretches: Stretches
     blocks_added: wire.Hashes = b""
-    """int64 hashes of newly cached blocks; applied after `blocks_removed`."""
+    """The hashes (int64) of newly cached blocks, which the receiver applies after `blocks_removed`."""
     blocks_removed: wire.Hashes = b""
-    """int64 hashes of evicted blocks."""
+    """The hashes (int64) of evicted blocks."""
     flushed: wire.Flag = False
-    """Whether the cache was flushed before `blocks_added`."""
+    """Whether the prefix cache was flushed before `blocks_added` were cached."""
     running: wire.Count = 0
+    """The number of running samples in the engine, including samples that the coordinator has not assigned."""
     waiting: wire.Count = 0
-    """All samples of the engine, including those not assigned by the coordinator."""
+    """The number of waiting samples in the engine, including samples that the coordinator has not assigned."""
     latencies: wire.SecondsPairs = b""
-    """Seconds from arrival to the first token, and per token after it, for each finished sample."""
+    """Two numbers per finished sample: seconds from arrival to the first token, and seconds per later token."""
 
 
 @message(24, "coordinator → client")
@@ -120,14 +122,14 @@ class RequestFailed(Message):
 
 @message(26, "client → coordinator")
 class Abort(Message):
-    """A request to abort a group. The answer is `RequestFailed`, unless the group has just finished."""
+    """A request to abort a group. The reply is `RequestFailed`, unless the group has just finished."""
 
     request_id: wire.Count
 
 
 @message(27, "coordinator → rank")
 class Cancel(Message):
-    """The end of an assignment whose result is no longer needed."""
+    """The cancellation of an assignment whose result is no longer needed."""
 
     request_id: wire.Count
     attempt: wire.Count
@@ -151,44 +153,45 @@ PROTOCOL_VERSION = 7
 
 @message(0, "client → coordinator")
 class Connect(Message):
-    """The handshake and first frame of a client."""
+    """The first frame of a client, which begins the handshake."""
 
     protocol_version: wire.Count
     name: wire.Name
     member: wire.OptionalCount = None
-    """The rank in [0, data_parallel_size) whose training loop this client is; barriers wait for it. None: not a member."""
+    """The rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for it. None:
+    barriers do not wait for this client."""
 
 
 @message(1, "coordinator → client")
 class ConnectAck(Message):
-    """The handshake reply to a client: state of the job and heartbeat intervals."""
+    """The handshake reply to a client, with the job's state and the heartbeat times in seconds."""
 
     state: wire.CoordinatorStateName
     policy_version: wire.Count
     heartbeat_interval_s: wire.Seconds
     heartbeat_timeout_s: wire.Seconds
     next_barrier: wire.Count = 0
-    """The first barrier that has not been passed."""
+    """The number of the first barrier that not all members have passed."""
 
 
 @message(2, "rank → coordinator")
 class Register(Message):
-    """The handshake and first frame of a rank, with the engine's capacity and state."""
+    """The first frame of a rank, which begins the handshake, with the engine's capacity and state."""
 
     protocol_version: wire.Count
     name: wire.Name
     max_requests: wire.Count
-    """The maximum number of concurrently running samples."""
+    """The maximum number of samples that the engine runs at a time."""
     block_size: wire.Count
     state: wire.EngineStateName
     policy_version: wire.Count
     hashes: wire.Hashes = b""
-    """Hashes of the blocks in its prefix cache under the current version."""
+    """The hashes (int64) of the blocks in the engine's prefix cache under the current policy version."""
 
 
 @message(3, "coordinator → rank")
 class RegisterAck(Message):
-    """The handshake reply to a rank: state and version to reach before any work. A `Command` follows for each step."""
+    """The handshake reply to a rank, with the state and policy version that the engine must reach before it gets work."""
 
     state: wire.CoordinatorStateName
     policy_version: wire.Count
@@ -198,28 +201,28 @@ class RegisterAck(Message):
 
 @message(4, "any → any")
 class Heartbeat(Message):
-    """A liveness signal, sent when nothing else was sent for the heartbeat interval."""
+    """A sign of life, sent if nothing else was sent during the heartbeat interval."""
 
 
 @message(5, "coordinator → any")
 class Refused(Message):
-    """The rejection of a frame. The sender's other requests are unaffected unless `over`."""
+    """The rejection of a frame. The sender's other requests are unaffected, unless `over` is set."""
 
     code: wire.Name
-    """`malformed` or `not_yours`. With `over`: one of `TRY_AGAIN`, or final: `malformed`, `version`, `too_long`,
-    `stopping`, `replaced` (another process registered under the same name)."""
+    """The reason: `malformed` or `not_yours`. If `over` is set, it is a code in `TRY_AGAIN` or one of the final codes
+    `malformed`, `version`, `too_long`, `stopping` and `replaced` (another process registered under the same name)."""
     text: wire.Text
     over: wire.Flag
-    """Whether the session has ended; a new one needs a new handshake."""
+    """Whether the session has ended. A new session needs a new handshake."""
 
 
 TRY_AGAIN = frozenset({"unknown_peer", "lost_frames", "silent"})
-"""`Refused` codes after which the peer may open another session."""
+"""The `Refused` codes after which the peer may open another session."""
 
 
 @message(60, "any → any")
 class Disconnect(Message):
-    """The orderly end of a session."""
+    """The orderly end of a session, which either side may send."""
 
     reason: wire.Name = ""
 
@@ -229,18 +232,19 @@ class Disconnect(Message):
 
 @message(40, "client → coordinator")
 class Control(Message):
-    """A control call, answered by `ControlDone`."""
+    """A control call to all engines. The reply is `ControlDone`."""
 
     call_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
-    """The argument of the call: for `suspend` the KV mode, or None for each engine's own; for `set_version` the version."""
+    """The argument of the call: for `suspend` the KV mode (None: each engine's configured mode), for `set_version` the
+    version. For the other calls see `rollout.distributed.protocol.fields`."""
     timeout_s: wire.Seconds
 
 
 @message(41, "coordinator → rank")
 class Command(Message):
-    """One engine's part of a control call."""
+    """A control call, as it is sent to each engine."""
 
     command_id: wire.Count
     signal: wire.Signal
@@ -249,58 +253,58 @@ class Command(Message):
 
 @message(42, "rank → coordinator")
 class CommandAck(Message):
-    """A rank's reply with the result of a `Command`."""
+    """A rank's reply to a `Command`, with the engine's state after it."""
 
     command_id: wire.Count
     state: wire.EngineStateName
     policy_version: wire.Count
     error: wire.OptionalText = None
     amount: wire.Count = 0
-    """The number of blocks dropped, tensors loaded, layers changed or samples ended, by `flush_prefix_cache`,
-    `load_weights`, `load_adapter` or `unload_adapter`."""
+    """The number of blocks evicted by `flush_prefix_cache`, tensors loaded by `load_weights`, layers changed by
+    `load_adapter`, or samples ended by `unload_adapter`; 0 for other calls."""
 
 
 @message(43, "coordinator → client")
 class ControlDone(Message):
-    """The result of a control call: `error` is None, or an exception name with the engines concerned."""
+    """The result of a control call."""
 
     call_id: wire.Count
     error: wire.OptionalText = None
     text: wire.Text = ""
     engines: wire.Names = field(default_factory=list)
-    """Engines that failed or did not answer in time."""
+    """The names of the engines that failed or did not answer in time."""
     amount: wire.Count = 0
-    """The sum of the engines' amounts."""
+    """The sum of the engines' `CommandAck.amount`."""
 
 
 @message(44, "rank → coordinator")
 class EngineMoved(Message):
-    """A change of state, policy version or idleness that the rank's own training loop made."""
+    """A change of the engine's state, policy version or idleness that did not come from the coordinator."""
 
     state: wire.EngineStateName
     policy_version: wire.Count
     resting: wire.Flag = False
-    """Whether the engine is idle: the training loop is outside `generate`."""
+    """Whether the engine is idle, because the training loop is outside `generate`."""
 
 
 @message(45, "client → coordinator")
 class Barrier(Message):
-    """The arrival of this member at barrier `index`."""
+    """The arrival of a member at barrier `index`."""
 
     index: wire.Count
     what: wire.Name = ""
-    """The name of the collective call that waits at the barrier."""
+    """The name of the collective call in which the member waits at the barrier."""
     policy_version: wire.Count = 0
     """The policy version of the member's weights."""
 
 
 @message(46, "coordinator → client")
 class BarrierDone(Message):
-    """The news that barrier `index` was passed: every member has arrived there or at a later barrier."""
+    """The reply that barrier `index` was passed: every member has arrived at it or at a later barrier."""
 
     index: wire.Count
     differences: wire.Text = ""
-    """Members with their call and version, if these differ. Empty: all agree."""
+    """The members with their calls and policy versions, if these differ. Empty: all members agree."""
 
 
 @message(47, "client → coordinator")
@@ -312,14 +316,16 @@ class StatusQuery(Message):
 
 @message(48, "coordinator → client")
 class Status(Message):
-    """A snapshot of the coordinator, as `CoordinatorCore.status` makes it."""
+    """A snapshot of the job, as `CoordinatorCore.status` returns it."""
 
     call_id: wire.Count
     table: wire.Table
 
 
 def session_end(message: Message) -> ConnectionLostError | None:
-    """Return the error with which a message ends the session, whatever its sequence number; None: it continues."""
+    """Return the error with which a message ends the session, or None if the session continues.
+
+    The message's sequence number does not matter."""
     if isinstance(message, Refused) and message.over:
         text = f"the coordinator has ended the session ({message.code}): {message.text}"
         return ConnectionLostError(text, final=message.code not in TRY_AGAIN)

@@ -1,4 +1,4 @@
-"""Final result (`Outcome`) of a sample, read from its record's segments without merging them, and its wire form."""
+"""`Outcome`, the final result of a sample: built from the sample's record without merging segments, and packed to bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _GAPS = Codec(lambda gaps: struct.pack(f"<{len(gaps)}d", *gaps), FLOATS.decode)
 
 @dataclass(slots=True)
 class Outcome:
-    """The final result of a sample: finish reason, version runs, timings. Each field has its codec."""
+    """The final result of a sample: finish reason, policy versions, timings. Each field is annotated with its codec."""
 
     finish_reason: Annotated[FinishReason, member_of(FinishReason)]
     stop_reason: Annotated[str | int | None, optional(STR_OR_INT)]
@@ -53,21 +53,21 @@ class Outcome:
     policy_version: Annotated[int, _COUNT]
     """The policy version of the engine when the sample finished."""
     policy_spans: Annotated[VersionSpans, SPANS]
-    """The policy versions over prompt and completion."""
+    """The policy version of each position of prompt and completion."""
     kv_spans: Annotated[VersionSpans, SPANS]
-    """The policy version that computed the KV of each position; positions without KV are not covered."""
+    """The policy version that computed the KV of each position. Positions without KV are not included."""
     tpot: Annotated[list[float], _GAPS]
-    """Seconds between consecutive tokens. Incomplete for a sample that moved between ranks."""
+    """The seconds between consecutive tokens. Incomplete for a sample that moved between ranks."""
     ttft: Annotated[float | None, optional(FLOAT)]
-    """Seconds from arrival to the first token."""
+    """The seconds from arrival to the first token; None if there is no token."""
     latency: Annotated[float | None, optional(FLOAT)]
-    """Seconds from arrival to completion."""
+    """The seconds from arrival to completion."""
     num_cached_tokens: Annotated[int, _COUNT]
-    """Prompt tokens found in the prefix cache."""
+    """The number of prompt tokens found in the prefix cache."""
     prompt_log_probs: Annotated[list[float] | None, optional(FLOATS)]
     prompt_top_n: Annotated[TopN | None, optional(TOP_N)]
     max_tokens: Annotated[int, _COUNT]
-    """Token budget, clamped to the engine's capacity."""
+    """The maximum number of completion tokens, clamped to the engine's capacity."""
     seed: Annotated[int, _COUNT]
     """The seed of the request's random streams."""
     block_size_tokens: Annotated[int | None, optional(_COUNT)] = None
@@ -109,7 +109,9 @@ _PACKED = tuple(
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Encode as one msgpack row, fields in order; times and log-probs as raw little-endian float64 buffers."""
+    """Encode an outcome as one msgpack row, with the fields in order.
+
+    Version spans, token times and log-probs are packed into buffers."""
     row = list(_VALUES(outcome))
     for position, encode in _PACKED:
         row[position] = encode(row[position])

@@ -1,8 +1,8 @@
-"""`Stretch`: the `SampleDelta`s of one request as columns, as sent on the wire; `PartialGroup`: the `SampleDelta`s of a
-group.
+"""`Stretch`: new tokens of several samples of one request, stored as columns; `PartialGroup`: a group's tokens so far.
 
-Columns are parallel to `indices`; token ids and log-probs are concatenated buffers. A coordinator forwards stretches without
-reading them. The known tokens of a sample are contiguous from 0. Nothing is split or copied before it is read.
+A stretch is a batch of `SampleDelta`s in the form in which messages carry it. Lists are parallel to `indices`; token ids and
+log-probs are concatenated buffers. The coordinator forwards stretches without splitting them. The known tokens of a sample
+are contiguous from token 0. Nothing is split or copied before it is read.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _ABSENT = (None,) * len(COLUMNS)
 
 @dataclass(slots=True)
 class Stretch:
-    """A columnar batch of sample deltas of one request. Lists are parallel to `indices`."""
+    """A batch of sample deltas of one request, stored as columns. Lists are parallel to `indices`."""
 
     request_id: Count
     attempt: Count
-    """Assignment that produced the tokens; 0 towards clients."""
+    """The id of the assignment that computed the tokens; 0 in messages to clients."""
     indices: Counts
-    """Sample indices within the group."""
+    """The indices of the samples within the group."""
     starts: Counts
-    """The completion offset of the first new token. 0 for a sample with known tokens: it was restarted."""
+    """The completion index of the first new token of each sample. It is 0 for a sample that was restarted."""
     counts: Counts
-    """The number of new tokens."""
+    """The number of new tokens of each sample."""
     token_ids: Tokens
-    """int32, the samples' new tokens concatenated."""
+    """The new tokens of all samples, concatenated, as int32."""
     log_probs: LogProbs
-    """float32, log-probs of the tokens in `token_ids`."""
+    """The log-probs of the tokens in `token_ids`, as float32."""
     versions: Versions
-    """The policy version of the prompt, then (version, count) runs of the new tokens."""
+    """The policy version of each sample's prompt, followed by version and count of each run of the sample's new tokens."""
     columns: Columns = field(default_factory=dict)
-    """Optional fields of `SampleDelta` that any sample has, by name: a value or None per sample."""
+    """The optional fields of `SampleDelta` that any of the samples has: name → a value or None per sample."""
 
     @classmethod
     def of(cls, request_id: int, attempt: int, deltas: Sequence[SampleDelta]) -> Stretch:
@@ -82,7 +82,7 @@ class Stretch:
         )
 
     def check(self) -> None:
-        """Check column lengths and optional values. A `SerializationError` names the wrong column."""
+        """Check the lengths of the columns and the optional values; raise a `SerializationError` that names a bad column."""
         samples = len(self.indices)
         for name in ("starts", "counts", "versions"):
             _check_length(name, getattr(self, name), samples)
@@ -106,7 +106,7 @@ class Stretch:
             refuse("Stretch.indices", self.indices, "different samples")
 
     def join_into(self, joins: dict[int, DeltaJoin], samples: Collection[int]) -> None:
-        """Add the deltas of these samples to their joins, and create missing joins."""
+        """Add the deltas of these samples to `joins`, which maps sample indices to joins. Missing joins are created."""
         high = 0
         for column, index in enumerate(self.indices):
             low, high = high, high + TOKEN_BYTES * self.counts[column]
@@ -123,7 +123,7 @@ class Stretch:
                 join.put(name, values[column])
 
     def deltas(self, samples: Collection[int] | None = None) -> list[SampleDelta]:
-        """Return the deltas of these samples (None: of all), in the order of the columns."""
+        """Return the deltas of these samples (None: all samples), in the order of `indices`."""
         made, high = [], 0
         for column, index in enumerate(self.indices):
             low, high = high, high + TOKEN_BYTES * self.counts[column]
@@ -141,20 +141,20 @@ class Stretch:
         return made
 
     def only(self, samples: Collection[int]) -> Stretch:
-        """Return a stretch with the columns of these samples only."""
+        """Return a stretch that contains only these samples."""
         if set(samples).issuperset(self.indices):
             return self
         return Stretch.of(self.request_id, self.attempt, self.deltas(samples))
 
     def ended(self) -> list[int]:
-        """Return the samples that finished with this stretch."""
+        """Return the indices of the samples that finish with this stretch."""
         if "outcome" not in self.columns:
             return []
         outcomes = self.columns["outcome"]
         return [index for index, outcome in zip(self.indices, outcomes, strict=True) if outcome is not None]
 
     def newest_version(self) -> int:
-        """Return the highest policy version of any prompt or token; 0 without samples."""
+        """Return the highest policy version of any prompt or token, or 0 if there are no samples."""
         # Read only the last run of each sample, which has the highest version: versions only rise, and no prompt is
         # newer than its tokens.
         newest = 0
@@ -166,7 +166,7 @@ class Stretch:
 
     @property
     def buffer_bytes(self) -> int:
-        """The size in bytes of tokens, log-probs, and optional columns of bytes or text."""
+        """The size of tokens, log-probs and optional values of type bytes or text, in bytes."""
         size = len(self.token_ids) + len(self.log_probs)
         for values in self.columns.values():
             for value in values:
@@ -176,7 +176,7 @@ class Stretch:
 
 
 ROWS = Rule("a list of stretches", lambda value: type(value) is list and all(type(row) is list for row in value))
-"""Rule of a list of stretches, each of which is read by its own fields."""
+"""The rule of a field with a list of stretches. The fields of each stretch are checked when it is read."""
 Stretches = Annotated[list[Stretch], ROWS]
 
 
@@ -186,15 +186,16 @@ def _check_length(name: str, values: list[Any], samples: int) -> None:
 
 
 ENTRIES_TOGETHER = 64
-"""Average number of deltas per sample after which they are joined: a stream has one per token, and objects cost memory."""
+"""The average number of deltas per sample after which they are joined. A stream has one delta per token, and every object
+costs memory."""
 
 
 class PartialGroup:
     """The tokens received so far for the samples of one group.
 
     Attributes:
-        lengths: number of completion tokens per sample that has any delta.
-        rows: stretches received since the last `compact`, in order.
+        lengths: sample index → number of completion tokens, for each sample with any delta.
+        rows: the stretches received since the last `compact`, in order.
     """
 
     __slots__ = ("_joined", "_next_look", "lengths", "rows")
@@ -206,7 +207,11 @@ class PartialGroup:
         self._next_look = ENTRIES_TOGETHER
 
     def take(self, stretch: Stretch) -> None:
-        """Add a stretch. `LostFramesError`: tokens before it are missing, and nothing was added."""
+        """Add a stretch.
+
+        Raises:
+            LostFramesError: tokens before the stretch are missing. Nothing was added.
+        """
         lengths, indices, starts, counts = self.lengths, stretch.indices, stretch.starts, stretch.counts
         if starts != [*map(lengths.get, indices)]:
             for index, start in zip(indices, starts, strict=True):
@@ -226,14 +231,14 @@ class PartialGroup:
         self._next_look = len(self.rows) + ENTRIES_TOGETHER
 
     def compact(self) -> None:
-        """Join the received deltas of each sample."""
+        """Join the received deltas of each sample to one delta, to save memory."""
         if self.rows:
             self._joined = self.deltas(self.lengths)
             self.rows = []
             self._next_look = ENTRIES_TOGETHER
 
     def forget(self, samples: Collection[int]) -> None:
-        """Drop samples that will not be read again."""
+        """Drop the tokens of samples that will not be read again."""
         for index in samples:
             del self.lengths[index]
             self._joined.pop(index, None)
@@ -241,7 +246,7 @@ class PartialGroup:
             self.rows.pop()
 
     def deltas(self, samples: Collection[int]) -> dict[int, SampleDelta]:
-        """Return all known tokens of each of these samples as one delta, without samples that have no tokens."""
+        """Return all known tokens of these samples, as one delta per sample; samples without tokens are left out."""
         if not self.rows:
             return {index: self._joined[index] for index in samples if index in self._joined}
         chosen = frozenset(samples)
@@ -254,16 +259,16 @@ class PartialGroup:
         return {index: joins[index].delta() for index in samples if index in joins}
 
     def known(self, samples: Collection[int]) -> list[Stretch]:
-        """Return all known tokens of these samples as at most one stretch."""
+        """Return all known tokens of these samples, as a list of one stretch; the list is empty if there are none."""
         deltas = list(self.deltas(sorted(samples)).values()) if self.lengths else []
         return [Stretch.of(0, 0, deltas)] if deltas else []
 
 
 def oldest_version(deltas: Iterable[SampleDelta]) -> int | None:
-    """Return the lowest policy version of any token; None: there are no tokens."""
+    """Return the lowest policy version of any token, or None if there are no tokens."""
     return min((oldest for delta in deltas if (oldest := delta.versions.oldest()) is not None), default=None)
 
 
 def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
-    """Return the completion so far of an unfinished record, for the rank that continues it."""
+    """Return the tokens of an unfinished record so far, for the rank that continues the sample."""
     return Stretch.of(0, 0, [growth(record, 0, 0)])

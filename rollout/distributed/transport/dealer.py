@@ -1,8 +1,10 @@
 """A ZMQ DEALER socket on an asyncio loop: ordered frames, heartbeats, and detection of lost connections.
 
-Always true: `on_lost` is called at most once per connection, and no message is delivered after it; a sent message reaches
-ZMQ in the loop's next iteration. The queue of unsent frames is unbounded: the coordinator bounds a client's requests, and a
-coordinator that stops reading is detected by its silence. Every method must be called on the thread of the loop of `open`.
+- `on_lost` is called at most once per connection, and no message is delivered after it.
+- A sent message reaches ZMQ in the loop's next iteration.
+- The queue of unsent frames is unbounded, but it stays small: the coordinator limits a client's requests, and a coordinator
+  that stops reading also stops sending, so the connection counts as lost.
+- Every method must be called on the thread of the event loop on which `open` was called.
 """
 
 from __future__ import annotations
@@ -25,27 +27,27 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 MAX_IDENTITY_BYTES = 200
-"""The maximum length of the name within a ZMQ identity (255 bytes at most)."""
+"""The maximum length, in bytes, of the name within a ZMQ identity, which has at most 255 bytes."""
 TURNS_AT_ONCE = 200
-"""Messages per direction handled before yielding to the loop's other callbacks."""
+"""The number of messages per direction to handle before the event loop's other callbacks may run."""
 FRAMES_TOGETHER = 128
 """The maximum number of frames per ZMQ message."""
 BYTES_TOGETHER = 1 << 20
 """The size, in bytes, after which no further frame is added to a ZMQ message."""
 LINGER_MS = 1000
-"""How long a closed socket still tries to deliver its last messages."""
+"""Milliseconds for which a closed socket still tries to deliver its last messages."""
 
 
 class Dealer:
     """A connection to a coordinator over a ZMQ DEALER socket. It may be reopened after `close`.
 
     Args:
-        address: `tcp://host:port`; an IPv6 host in brackets.
-        identity_name: prefix of the ZMQ identity. Eight random bytes follow, new for each `open`.
-        keys: the job's keys, to encrypt and authenticate the socket; None: no encryption.
+        address: the coordinator's address, `tcp://host:port`, with an IPv6 host in brackets.
+        identity_name: the prefix of the ZMQ identity, which is followed by eight random bytes, new for each `open`.
+        keys: the job's keys, which encrypt and authenticate the connection; None: no encryption.
         on_message: called with each message in order, except heartbeats and messages that end the session.
-        on_lost: called with the reason when the connection is lost: ended by the coordinator, missing frames, a
-            malformed frame, or a heartbeat timeout. Not called for `close`.
+        on_lost: called with the reason when the connection is lost: the coordinator ended the session, frames are missing or
+            malformed, or no frame arrived for too long. It is not called after `close`.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class Dealer:
         return self._socket is not None
 
     def open(self) -> None:
-        """Connect under a new identity; frames sent before the coordinator listens are queued.
+        """Connect under a new identity. Frames that are sent before the coordinator listens are queued.
 
         Raises:
-            ConfigError: invalid address.
-            RuntimeError: already open, or no event loop is running.
+            ConfigError: the address is invalid.
+            RuntimeError: the connection is open already, or no event loop is running.
         """
         if self._socket is not None:
             raise RuntimeError(f"{self.address}: open() on a connection that is open; close() it first")
@@ -117,24 +119,33 @@ class Dealer:
         socket.connect(self.address)
 
     def send(self, message: Message) -> None:
-        """Queue a message, sent together with others of this loop iteration; `ConnectionLostError` if it is not open."""
+        """Queue a message, which is sent together with the others of this loop iteration.
+
+        Raises:
+            ConnectionLostError: the connection is not open.
+        """
         if self._socket is None:
             raise ConnectionLostError(f"{self.address}: {self._end}")
         self._queue(message)
         self._turn_soon()
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """Send at least every `interval_s` from now on, and treat `timeout_s` without a message as a lost connection."""
+        """Start heartbeats.
+
+        Args:
+            interval_s: seconds without a sent message after which a heartbeat is sent.
+            timeout_s: seconds without a received message after which the connection counts as lost.
+        """
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._said = self._heard = self._loop.time()
         self._set_timer()
 
     def close(self, reason: str, *, quietly: bool = False) -> None:
-        """Send a `Disconnect` with the reason, cut to 256 characters, and close. Idempotent.
+        """Send a `Disconnect` with the reason, cut to 256 characters, and close the connection. Idempotent.
 
         Args:
-            quietly: send nothing and drop queued frames: an unanswered handshake must not reach the next coordinator
-                at this address after a newer handshake.
+            quietly: whether to send nothing and drop queued frames. Otherwise an unanswered handshake could reach the next
+                coordinator at this address after a newer handshake.
         """
         self._shut(None if quietly else reason, f"the connection was closed ({reason})")
 
@@ -161,9 +172,9 @@ class Dealer:
                 self._turn_soon()
 
     def _settle(self) -> bool:
-        """Send and receive until neither is possible (True), or up to `TURNS_AT_ONCE` messages (False).
+        """Send and receive until neither is possible, and return True; return False after `TURNS_AT_ONCE` messages.
 
-        Each send and each receive may consume the descriptor's edge, so EVENTS is read after every one of them.
+        Each send or receive may consume the descriptor's edge, so EVENTS is read again after each.
         """
         for _ in range(TURNS_AT_ONCE):
             if self._socket is None:
@@ -179,7 +190,7 @@ class Dealer:
         return False
 
     def _write(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send some frames. False: the connection was lost after EVENTS was read, and the frames stay queued."""
+        """Send some frames. Return False if the connection was lost after EVENTS was read; the frames then stay queued."""
         together: list[bytes] = []
         size = 0
         while self._unsent and len(together) < FRAMES_TOGETHER and size < BYTES_TOGETHER:
@@ -264,7 +275,7 @@ class Dealer:
         self._close_socket(socket, 0 if tell is None else LINGER_MS)
 
     def _close_socket(self, socket: zmq.Socket[bytes], linger_ms: int) -> None:
-        """Close in the background on a non-daemon thread, so that the process waits for it at exit."""
+        """Close a socket and its context in the background, on a non-daemon thread, so that the process waits for it."""
         socket.close(linger=linger_ms)
         try:
             threading.Thread(target=self._context.term, name="rollout-linger").start()

@@ -1,8 +1,8 @@
-"""CURVE keys of a job and their authentication.
+"""The CURVE keys of a job, and authentication with them.
 
-The coordinator's server pair authenticates it to clients and ranks; clients and ranks share one client pair, and only
-its public key is admitted. All processes but the coordinator get `client_side()`. No secret appears in a repr, log or
-traceback.
+The server key pair authenticates the coordinator to clients and ranks. Clients and ranks share one client key pair, and the
+coordinator admits only its public key. All processes but the coordinator get `client_side()`. No secret key appears in a
+repr, log or traceback.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rollout.requests.codec import refuse
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Endpoint of libzmq's authentication requests (ZMQ RFC 27)."""
+"""The endpoint to which libzmq sends its authentication requests (ZMQ RFC 27)."""
 ZAP_DOMAIN = b"rollout"
 
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """The CURVE keys of one job, each 40 characters of z85.
+    """The CURVE keys of one job, each a text of 40 z85 characters.
 
     Raises:
-        ConfigError: a key is malformed, or a public key does not match its secret.
+        ConfigError: a key is malformed, or a public key does not match its secret key.
     """
 
     server_public: bytes
     server_secret: bytes | None = field(repr=False)
-    """The secret half of the server pair; None for clients and ranks."""
+    """The secret key of the server pair, which only the coordinator has; None for clients and ranks."""
     client_public: bytes
     client_secret: bytes = field(repr=False)
 
@@ -46,7 +46,7 @@ class JobKeys:
 
     @classmethod
     def generate(cls) -> JobKeys:
-        """Generate new keys; `ConfigError` if libzmq was built without CURVE."""
+        """Generate new keys; raise `ConfigError` if libzmq was built without CURVE."""
         if not zmq.has("curve"):
             raise ConfigError(
                 f"libzmq {zmq.zmq_version()} was built without CURVE: install a pyzmq wheel, or listen on loopback"
@@ -54,16 +54,20 @@ class JobKeys:
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     def client_side(self) -> JobKeys:
-        """Return a copy without the server's secret, for clients and ranks."""
+        """Return a copy without the server's secret key, for clients and ranks."""
         return JobKeys(self.server_public, None, self.client_public, self.client_secret)
 
     def serialize(self) -> dict[str, bytes | None]:
-        """Return a plain dict that includes the secrets; the inverse of `deserialize`."""
+        """Return the keys, including secret keys, as a plain dict for `deserialize`."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> JobKeys:
-        """Read a plain dict. A malformed one raises a `SerializationError`, whose message contains no key material."""
+        """Read keys from a plain dict.
+
+        Raises:
+            SerializationError: the dict is malformed. The message contains no keys.
+        """
         if not isinstance(plain, Mapping) or set(plain) != set(cls.__slots__):
             refuse("JobKeys", type(plain).__name__, f"a dict of {', '.join(cls.__slots__)}")
         try:
@@ -72,7 +76,7 @@ class JobKeys:
             raise SerializationError(str(exc)) from exc
 
     def secure_server(self, socket: Socket) -> None:
-        """Configure a socket as CURVE server, before it binds; a `Gatekeeper` in its context admits the peers."""
+        """Configure a socket as CURVE server, before it binds. A `Gatekeeper` in the socket's context admits the peers."""
         if self.server_secret is None:
             raise ConfigError(
                 "JobKeys.server_secret=None: a server needs it; give the coordinator the keys as they were "
@@ -91,9 +95,9 @@ class JobKeys:
 
 
 class Gatekeeper:
-    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. One per context.
+    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. A context has at most one.
 
-    The owner polls `socket` and calls `answer` when it is readable.
+    The owner polls `socket`, and calls `answer` when the socket is readable.
     """
 
     def __init__(self, context: Context, keys: JobKeys) -> None:
@@ -116,7 +120,7 @@ class Gatekeeper:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a listening address is reachable from this machine only. The only such host name is `localhost`."""
+    """Return whether a host can be reached only from this machine: a loopback address, or the name `localhost`."""
     if host == "localhost":
         return True
     try:
@@ -126,7 +130,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_pair(name: str, public: bytes, secret: bytes | None) -> None:
-    """Check that both are keys and match. None: another process has the secret."""
+    """Raise `ConfigError` unless both keys are valid and match. A `secret` of None is not checked."""
     try:
         belongs = len(z85.decode(public)) == 32 if secret is None else zmq.curve_public(secret) == public
     except (KeyError, StructError, TypeError, ValueError, zmq.ZMQError):

@@ -1,4 +1,4 @@
-"""Samples assigned to a rank: the attempt that computes each, and how many of its tokens were reported."""
+"""The samples assigned to a rank: the attempt that computes each sample, and how many of the sample's tokens were sent."""
 
 from __future__ import annotations
 
@@ -11,36 +11,40 @@ from rollout.requests.delta import TOKEN_BYTES, SampleDelta, growth
 from rollout.requests.record import DynamicInferenceRequestRecord
 
 Key = tuple[int, int]
-"""(the engine's request id, sample index)."""
+"""The key of a sample: (engine request id, sample index)."""
 Known = tuple[int, int, int]
-"""(completion tokens sent, policy version of the prompt sent with them, events sent)."""
+"""The part of a sample that the coordinator already has: (number of completion tokens sent, policy version sent for the
+prompt, number of events sent)."""
 UNKNOWN: Known = (0, 0, 0)
 
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """The samples of one request that one attempt computes here."""
+    """The samples of one request that this rank computes in one attempt."""
 
     request_id: int
     attempt: int
     number: int
-    """Request id in the engine."""
+    """The engine request id."""
     interval: int
+    """The number of tokens per sample between two reports."""
     open: set[int]
-    """Samples that have not finished."""
+    """The indices of the samples that have not finished."""
 
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """Samples with the same reporting interval. Steps are counted, because a step adds at most one token per sample."""
+    """The samples with the same reporting interval.
+
+    The interval is counted in steps, because a step adds at most one token per sample."""
 
     steps: int = 0
-    """Steps since the last report."""
+    """The number of steps since the last report."""
     known: dict[Key, Known] = field(default_factory=dict)
 
 
 class Assignments:
-    """The assigned unfinished samples, by attempt, by request id of the engine, and by sample."""
+    """The unfinished samples assigned to this rank, indexed by attempt, by engine request id and by sample."""
 
     def __init__(self) -> None:
         self.of_attempt: dict[int, Assignment] = {}
@@ -56,7 +60,13 @@ class Assignments:
             table.clear()
 
     def open(self, message: Assign, number: int, wanted: list[int], known: dict[int, Known]) -> None:
-        """Record the `wanted` samples of an assignment, computed as request `number`. `known`: tokens sent before."""
+        """Record samples of an assignment.
+
+        Args:
+            number: engine request id of the samples.
+            wanted: indices of the samples.
+            known: sample index → what the coordinator already has of the sample; empty for new samples.
+        """
         assignment = Assignment(message.request_id, message.attempt, number, message.interval, set(wanted))
         self.of_attempt[message.attempt] = self.of_number[number] = assignment
         pace = self._paces.setdefault(message.interval, _Pace())
@@ -76,7 +86,7 @@ class Assignments:
             del self.of_number[assignment.number]
 
     def due(self, steps: int) -> dict[Key, Known]:
-        """Count `steps`, and return the samples whose interval has passed, with the tokens already sent."""
+        """Count `steps` further steps, and return the samples whose interval has passed, with what was already sent."""
         due: dict[Key, Known] = {}
         for interval, pace in self._paces.items():
             pace.steps += steps
@@ -86,7 +96,7 @@ class Assignments:
         return due
 
     def all_due(self) -> dict[Key, Known]:
-        """Return all samples, with the tokens already sent, and restart all intervals."""
+        """Return all samples, with what was already sent, and restart all intervals."""
         due: dict[Key, Known] = {}
         for pace in self._paces.values():
             due |= pace.known
@@ -96,9 +106,9 @@ class Assignments:
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
     ) -> dict[int, list[SampleDelta]]:
-        """Return the last deltas of finished samples by engine request id, and remove the samples from `due`.
+        """Return the last deltas of finished samples, by engine request id, and remove these samples from `due`.
 
-        Records of other callers' requests are ignored.
+        Records of requests that the coordinator has not assigned are ignored.
         """
         grown: dict[int, list[SampleDelta]] = {}
         for record in ended:
@@ -113,7 +123,11 @@ class Assignments:
         return grown
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
-        """Return new tokens of an assignment as columns. Count them as sent and remove finished samples."""
+        """Return new tokens of an assignment as a stretch. Count the tokens as sent, and remove finished samples.
+
+        Args:
+            number: engine request id of the assignment.
+        """
         assignment = self.of_number[number]
         known = self._paces[assignment.interval].known
         for delta in deltas:

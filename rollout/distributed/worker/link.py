@@ -1,4 +1,4 @@
-"""One session of a rank with a coordinator: connection, state machine, and the messages not yet applied."""
+"""One session of a rank with a coordinator: connection, state machine, and the messages that are not applied yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.errors import ConnectionLostError
 
 @dataclass(eq=False)
 class Link:
-    """A session with its inbox. Every method except `put` requires the engine's lock."""
+    """A session with its connection and inbox. The caller of every method except `put` must hold the engine's lock."""
 
     address: str
     name: str
@@ -21,9 +21,9 @@ class Link:
     session: RankSession
     inbox: deque[wire.Message | ConnectionLostError] = field(default_factory=deque)
     cut: bool = False
-    """Whether the session is ending: nothing is sent, and incoming messages are dropped."""
+    """Whether the session is ending. Nothing is sent any more, and incoming messages are dropped."""
     error: Exception | None = None
-    """The reason why the session has ended, or None."""
+    """The error with which the session has ended; None while it is open."""
 
     @property
     def live(self) -> bool:
@@ -31,17 +31,20 @@ class Link:
         return self.session.entered and not self.cut
 
     def transmit(self, message: wire.Message) -> None:
-        """Send a message, on the loop's thread, unless the connection was closed in the meantime."""
+        """Send a message unless the connection was closed in the meantime. Runs on the event loop's thread."""
         if self.dealer.is_open:
             self.dealer.send(message)
 
     def put(self, item: wire.Message | ConnectionLostError) -> None:
-        """Queue a message, or the loss of the connection."""
+        """Queue a received message, or the error with which the connection was lost."""
         self.cut = self.cut or isinstance(item, ConnectionLostError)
         self.inbox.append(item)
 
     def apply(self) -> None:
-        """Apply the messages received so far; raise if the session is lost or the engine cannot follow it."""
+        """Apply the messages received so far.
+
+        Raises an exception if the session is lost, or if the engine cannot apply a message.
+        """
         for _ in range(len(self.inbox)):
             item = self.inbox.popleft()
             if isinstance(item, ConnectionLostError):

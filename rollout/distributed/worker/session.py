@@ -1,11 +1,14 @@
-"""Worker side of the protocol as a state machine: assignments in, progress reports out. No sockets, threads or clock.
+"""The worker side of the protocol as a state machine: assignments in, progress reports out. No sockets, threads or clock.
 
-Always true, while the caller holds the engine at a step boundary (`DynamicInferenceEngine.locked`):
-- every assigned sample ends exactly once: reported, cancelled, declined, or dropped with the session;
-- the tokens of a sample are sent contiguously, each once; the last ones together with its outcome;
-- state and version are sent (`EngineMoved`, `CommandAck`) before any token computed under them;
-- control calls are a hold of `COORDINATOR` on the engine, which outlives the session until the next one replaces it;
-- each assignment has its own request id of the engine, so results of an older attempt are never mistaken for a newer one's.
+The caller must hold the engine at a step boundary (`DynamicInferenceEngine.locked`).
+
+- Every assigned sample ends exactly once: it is reported, cancelled, declined, or dropped with the session.
+- The tokens of a sample are sent in order, each once. The last tokens are sent together with the sample's outcome.
+- The engine's state and policy version are sent (`EngineMoved`, `CommandAck`) before any token computed under them.
+- The coordinator pauses or suspends the engine through the hold `COORDINATOR`. The hold remains after the session has ended,
+  until the next session replaces it.
+- Each assignment has its own engine request id, so results of an older attempt are never mistaken for those of a newer
+  attempt.
 """
 
 from __future__ import annotations
@@ -48,15 +51,16 @@ class RankSession:
     """The state of one rank in one session with the coordinator.
 
     Args:
-        engine: called at a step boundary.
-        send: called with every message to the coordinator, in order.
-        follows_version: set the engine to the version in `RegisterAck`. False: the training loop counts updates.
-        idle: whether no thread steps the engine.
+        engine: the engine; its methods are called only at step boundaries.
+        send: a function that sends a message to the coordinator; it is called with the messages in order.
+        follows_version: whether to set the engine to the policy version in `RegisterAck`. False: the training loop sets the
+            version itself.
+        idle: a function that returns whether no thread steps the engine.
 
     Attributes:
-        entered: whether the engine has reached the state and version of `RegisterAck`. Nothing is sent before.
+        entered: whether the engine has reached the state and version in `RegisterAck`. No report is sent before.
         stopped: whether the coordinator has stopped the engine.
-        changes: unsent changes of the engine's prefix cache.
+        changes: the changes of the engine's prefix cache that were not sent yet.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class RankSession:
     # --- messages from the coordinator ------------------------------------------------------------------------------
 
     def receive(self, message: wire.Message) -> None:
-        """Handle a message of the coordinator."""
+        """Handle a message from the coordinator."""
         if isinstance(message, wire.Assign):
             self._assign(message)
         elif isinstance(message, wire.Cancel):
@@ -123,7 +127,11 @@ class RankSession:
         self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
     def _supersede(self, message: wire.Assign) -> list[int]:
-        """End older attempts at the samples of an assignment; return the samples without a newer attempt."""
+        """End this rank's older attempts at the samples of an assignment.
+
+        Returns:
+            The indices of the samples that this rank must compute: those without the same or a newer attempt.
+        """
         wanted = []
         for index in dict.fromkeys(message.indices):
             before = self._assignments.of_sample.get((message.request_id, index))
@@ -171,7 +179,7 @@ class RankSession:
             self._assignments.close(assignment, index)
 
     def _discard(self, number: int, index: int | None = None) -> None:
-        """Abort samples of a request of the engine, and drop their results."""
+        """Abort one sample of an engine request, or all samples (None), and drop the results."""
         self._engine.abort_request(number, index)
         self._engine.take_ended(lambda key: key[0] == number and index in (None, key[1]))
 
@@ -205,7 +213,7 @@ class RankSession:
         self._send(wire.CommandAck(message.command_id, *self._said(), error, amount))
 
     def _signal(self, signal: str, argument: int | str | None) -> Records:
-        """Apply a control signal or `set_version`; return the records that it ended."""
+        """Apply a control signal or `set_version`; return the records of samples that it ended."""
         if signal == SET_VERSION:
             if type(argument) is not int:
                 raise EngineStateError(f"{SET_VERSION}({argument!r}): must be an integer")
@@ -255,26 +263,27 @@ class RankSession:
     # --- reports on the engine --------------------------------------------------------------------------------------
 
     def take_ended(self) -> Records:
-        """Return the finished records of assigned samples that no step has returned."""
+        """Return the records of assigned samples that finished between two steps and that no step has returned."""
         return self._engine.take_ended(lambda key: key[0] in self._assignments.of_number)
 
     def report(
         self, ended: Iterable[DynamicInferenceRequestRecord], *, steps: int = 1, everything: bool = False
     ) -> None:
-        """Send the due tokens and finished samples, in one `Progress` for every `MAX_STRETCHES` requests.
+        """Send the tokens that are due and the finished samples, in `Progress` messages of at most `MAX_STRETCHES` requests.
 
         Args:
             ended: records of finished samples. Records without an assignment are ignored.
             steps: number of steps since the last call.
-            everything: include tokens that are not due yet.
+            everything: whether to send also tokens that are not due yet.
         """
         if self.entered:
             self.moved()
             self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's state, version or idleness changed by itself; transient states are
-        skipped.
+        """Send `EngineMoved` if the engine's state, policy version or idleness has changed without the coordinator.
+
+        Transient states are not sent.
         """
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._sent_state and self._idle() is self._sent_idle
@@ -283,7 +292,7 @@ class RankSession:
             self._send_state()
 
     def report_idle(self) -> None:
-        """Send all known tokens and report the rank as idle, so that its waiting samples may be reassigned."""
+        """Send all known tokens and report that this rank is idle, so that its waiting samples may be reassigned."""
         self.report([], everything=True)
         self._send(wire.Progress([], b"", b"", False, *self._load()))
 
@@ -305,7 +314,7 @@ class RankSession:
         self._send(wire.EngineMoved(*self._said(), self._sent_idle))
 
     def _load(self) -> tuple[int, int]:
-        """Return the numbers of (running, waiting) samples. All are waiting while no thread steps the engine."""
+        """Return the numbers of (running, waiting) samples. While no thread steps the engine, all samples are waiting."""
         running, waiting = self._engine.load
         return (0, running + waiting) if self._idle() else (running, waiting)
 

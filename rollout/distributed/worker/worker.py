@@ -1,10 +1,10 @@
-"""A rank of a coordinator: connects an engine, steps it, applies messages at step boundaries, and reports results.
+"""The worker of one rank: connects an engine to a coordinator, steps it, applies messages and reports results.
 
     loop thread     socket I/O; heartbeats continue while the engine steps or suspends
     apply thread    applies messages at the next step boundary, even while the training loop is busy
 
-Always true: a session is used only under the engine's lock; nothing of an ended session is sent, messages for it are
-dropped, and its samples are aborted, because the coordinator assigns them to another rank.
+A session is used only under the engine's lock. Once a session has ended, it sends nothing, messages for it are dropped, and
+its samples are aborted, because the coordinator assigns them to another rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 CLOSE_TIMEOUT_S = 10.0
-"""The deadline for closing the socket and joining the apply thread, in seconds."""
+"""Seconds to wait for the socket to close and for the apply thread to finish."""
 ATTEMPT_S = 2.0
 """The timeout of one connection attempt. It is short because the attempt may reach a coordinator that is about to exit."""
 RETRY_S = 0.5
@@ -44,22 +44,22 @@ RETRY_S = 0.5
 
 
 class EngineWorker:
-    """One rank of a coordinator. It connects an engine and makes the engine's steps.
+    """The worker of one rank. It connects an engine to a coordinator and makes the engine's steps.
 
-    No step is made while the engine is held (`Holds.forbid_steps`).
+    It makes no step while the engine is held (`Holds.forbid_steps`).
 
     Args:
-        engine: computes only what the coordinator assigns.
-        address: `tcp://host:port` of the coordinator.
-        name: name of this rank. A later process with the same name replaces it.
-        keys: the job's keys, if the coordinator requires them.
-        loop: event loop for the socket; None: one is created.
-        reconnect_timeout_s: how long `reconnect` looks for a lost coordinator.
-        on_lost: called with the reason when a session is lost; on a thread of the worker, so it must not block.
+        engine: this rank's engine, which computes the samples that the coordinator assigns.
+        address: the coordinator's address, `tcp://host:port`.
+        name: name of this rank. A later process with the same name replaces this rank.
+        keys: the job's keys; None: the coordinator uses no keys.
+        loop: event loop for the socket; None: the worker creates its own.
+        reconnect_timeout_s: seconds for which `reconnect` tries to find a lost coordinator.
+        on_lost: called with the reason when a session is lost. It runs on one of the worker's threads, so it must not block.
         follows_version: see `RankSession`.
 
     Attributes:
-        lost: the reason for a lost session; None: connected, not started, or stopped.
+        lost: the reason why the session was lost; None if the worker is connected, not started, or stopped.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EngineWorker:
         watch(self)
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines for `rollout.threads.diagnosis`."""
+        """Yield the line that `rollout.threads.diagnosis` prints about this worker."""
         how = f"lost ({self.lost})" if self.lost is not None else "in a session" if self._link.live else "no session"
         yield (
             f"worker {self.name!r} of {self.address}: {how}{', idle' if self._idle else ''}"
@@ -109,9 +109,9 @@ class EngineWorker:
         """Register with the coordinator and start accepting its assignments.
 
         Raises:
-            DeadlineError: no answer within `timeout_s`.
+            DeadlineError: the coordinator did not answer within `timeout_s` seconds.
             ConnectionLostError: the coordinator is stopping, or has another protocol version or block size.
-            ConfigError: invalid address.
+            ConfigError: the address is invalid.
             EngineStateError: the worker was started before.
         """
         if self._thread is not None or self._closed:
@@ -128,11 +128,12 @@ class EngineWorker:
             raise
 
     def stop(self) -> None:
-        """Disconnect and release the coordinator's hold on the engine; other ranks compute its unfinished samples.
-        Idempotent.
+        """Disconnect, and release the coordinator's hold on the engine. Idempotent.
+
+        Other ranks compute the samples that this rank has not finished.
 
         Raises:
-            Exception: resuming the engine failed. The worker is stopped.
+            Exception: resuming the engine failed. The worker is stopped nevertheless.
         """
         with self._changed:
             if self._thread is None or self._closed:
@@ -156,15 +157,16 @@ class EngineWorker:
     def reconnect(
         self, address: str | None = None, keys: JobKeys | None = None, timeout_s: float | None = None
     ) -> None:
-        """End the session and start a new one, with the same or another coordinator. Retry until `timeout_s`.
+        """End the session and start a new one, with the same or another coordinator.
 
         Args:
-            address, keys: address and keys of another coordinator; None: unchanged.
-            timeout_s: deadline for all attempts; None: `reconnect_timeout_s`.
+            address: address of another coordinator; None: the same address.
+            keys: keys of another coordinator; None: the same keys.
+            timeout_s: seconds for all attempts together; None: `reconnect_timeout_s`.
 
         Raises:
-            ConnectionLostError: no session within that time.
-            EngineStateError: stopped, or never started.
+            ConnectionLostError: no attempt succeeded in that time.
+            EngineStateError: the worker is stopped or was never started.
         """
         self.address = self.address if address is None else address
         self.keys = self.keys if keys is None else keys
@@ -294,7 +296,7 @@ class EngineWorker:
                 self._on_lost(lost)
 
     def _apply(self) -> Exception | None:
-        """Apply the inbox; return the reason if the session was lost, else None."""
+        """Apply the messages in the inbox; return the reason if the session was lost, else None."""
         link = self._link
         if link.error is not None:
             return None
@@ -316,10 +318,10 @@ class EngineWorker:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Make one engine step and report its results. Return False without work, or if the engine is not RUNNING.
+        """Make one engine step and report its results. Return False if there is no work or the engine must not step.
 
         Raises:
-            EngineDeadError: the engine has died; the session is ended and the coordinator reassigns its requests.
+            EngineDeadError: the engine has died. The session has ended, and the coordinator reassigns its samples.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -328,9 +330,10 @@ class EngineWorker:
             return True
 
     def steps(self) -> bool:
-        """Make engine steps until there is no work, another thread waits, or Ctrl-C is pending. Raises as `step`.
+        """Make engine steps until there is no work, another thread waits for the engine, or Ctrl-C is pending.
 
-        The module counts as unchanged between the steps, until the last step is reported.
+        Between these steps the engine does not check whether the module has changed. Returns False and raises errors as
+        `step` does.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -361,7 +364,7 @@ class EngineWorker:
             raise
 
     def report_active(self) -> None:
-        """Report this rank as active, until `report_idle`."""
+        """Report that this rank is active until the next `report_idle`."""
         if self._idle:
             with self.engine.locked():
                 self._idle = False
@@ -369,7 +372,7 @@ class EngineWorker:
                     self._link.session.moved()
 
     def report_idle(self) -> None:
-        """Report all known tokens and this rank as idle; its waiting samples may be reassigned."""
+        """Report all tokens known so far, and that this rank is idle. Its waiting samples may then be reassigned."""
         with self.engine.locked():
             self._idle = True
             if self._link.live:
@@ -380,10 +383,11 @@ class EngineWorker:
         return not engine.holds.forbid_steps and engine.state is EngineState.RUNNING and engine.has_unfinished
 
     def run(self) -> None:
-        """Step and reconnect until `stop` is called by another thread or the engine stops.
+        """Make steps, and reconnect if necessary, until another thread calls `stop` or the engine stops.
 
         Raises:
-            ConnectionLostError: no coordinator for `reconnect_timeout_s`, or another process uses this rank's name.
+            ConnectionLostError: no coordinator was found for `reconnect_timeout_s` seconds, or another process uses this
+                rank's name.
             EngineDeadError: the engine has died.
             EngineStateError: the worker was not started.
         """
@@ -408,10 +412,15 @@ class EngineWorker:
                 raise
 
     def wait_for_work(self, timeout_s: float, *, or_when: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for work, a lost session, or a stopped worker or engine. Return False after `timeout_s`.
+        """Wait until there is work, the session is lost, or the worker or engine has stopped.
 
         Args:
-            or_when: additional condition; `wake` must be called when it becomes true. It must not block.
+            timeout_s: seconds to wait.
+            or_when: a function that returns whether to stop waiting for another reason. It must not block, and `wake` must
+                be called when its result becomes True.
+
+        Returns:
+            False if none of this happened in time.
         """
         with self._changed:
             return self._changed.wait_for(
