@@ -1,7 +1,7 @@
-"""Rollouts for a training loop, sampled with the module the optimizer steps.
+"""Rollouts for a training loop, sampled with the same module that the optimizer steps.
 
-A name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors)
-does not need torch, so a process that only sends requests never loads it.
+A name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors) does not
+need torch, so a process that only sends requests never loads torch.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ if TYPE_CHECKING:  # results, engine parts and job parts, for tests and ports of
 
 
 def _homes() -> list[dict[str, str]]:
-    """Return name → module, read from the three blocks of imports above. Each name is therefore written once."""
+    """Return a dict from name to module for each of the three import blocks above, so each name is written only once."""
     blocks = [
         each.body for each in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(each, ast.If)
     ]

@@ -49,22 +49,22 @@ A rollout engine that samples with the module a training loop steps.
   -h, --help        print this
 """
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-"""Modules that `serve` needs beyond the package's dependencies; installed by the extra `serve`."""
+"""The modules that `serve` needs beyond the package's dependencies; the extra `serve` installs them."""
 
 STOPPED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. After serving, the process is ended without returning.
+    """Run one command. After serving, this function exits the process instead of returning.
 
     Args:
-        arguments: arguments after the program's name. None: `sys.argv[1:]`.
+        arguments: the arguments after the program's name. None: `sys.argv[1:]`.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: `rollout serve --help`, or arguments that cannot be parsed; printed to the terminal.
+        SystemExit: the help of a command was printed, or the arguments cannot be parsed, which was printed too.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
@@ -155,7 +155,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
-    """Print what is installed, and try a tiny random model and a coordinator's sockets."""
+    """Print what is installed; try to sample from a tiny random model, and to open a coordinator's sockets."""
     rows, code = [*_installed()], STOPPED
     trials: dict[str, Callable[[], list[tuple[str, str]]]] = {
         "sample": partial(_sample, options.device, config),

@@ -1,4 +1,4 @@
-"""The manager of this process: `init` makes it, and the functions of the package act on it.
+"""The manager of this process: `init` creates it, and the package's functions act on it.
 
 manager = rollout.init(model, tokenizer, optimizer)
 batch = rollout.generate(prompts, n=8, max_tokens=256)
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _managers: list[RolloutManager] = []
-"""The manager of this process, if `init` made one; it may be closed."""
+"""The manager of this process, which may be closed; empty before `init`."""
 
 
 def _current() -> RolloutManager | None:
@@ -51,14 +51,15 @@ def init(
 
     Args:
         model, tokenizer, token_values, coordinator, journal: as in `RolloutManager`.
-        optimizer: optimizer, or wrapper of one, whose steps raise the policy version (`trainer_hooks.optimizer.attach`).
-            None: attach one later, or call `rollout.weights_updated()` after each update.
-        config: options of the engine. None: defaults.
-        options: fields of `InferenceConfig`, in place of `config`: `init(model, tokenizer, kv_cache_memory_gb=2)`.
+        optimizer: the optimizer (or a wrapper of it) whose steps raise the policy version; see
+            `trainer_hooks.optimizer.attach`. None: attach an optimizer later, or call `rollout.weights_updated()` after each
+            update.
+        config: options of the engine. None: the defaults.
+        options: `InferenceConfig` fields, in place of `config`: `init(model, tokenizer, kv_cache_memory_gb=2)`.
 
     Raises:
-        EngineStateError: this process has a manager already.
-        ConfigError: `config` next to options, or an option is unknown or out of range.
+        EngineStateError: this process already has a manager.
+        ConfigError: both `config` and options are given, or an option is unknown or out of range.
         TypeError, ValueError: `optimizer` does not step the model.
         UnsupportedModelError: see `RolloutManager`.
     """
@@ -89,7 +90,7 @@ def init(
 
 
 def _acting(method: Callable[Concatenate[RolloutManager, P], R]) -> Callable[P, R]:
-    """Return a function that calls `method` of this process's manager."""
+    """Return a function that calls `method` on this process's manager."""
 
     @wraps(method)
     def function(*args: P.args, **named: P.kwargs) -> R:
@@ -123,14 +124,15 @@ def score(rollouts: RolloutBatch | Sequences, /, **options: Any) -> TokenScores:
 @overload
 def score(model: nn.Module, rollouts: RolloutBatch | Sequences, /, **options: Any) -> TokenScores: ...
 def score(*given: Any, **options: Any) -> TokenScores:
-    """Return log-probs of given sequences under the policy, or under another model whose engine lasts for this call.
+    """Return log-probs of given sequences under the policy, or under another model with an engine only for this call.
 
-        rollout.score(batch, entropy=True)         `RolloutManager.score` of the manager of this process
+        rollout.score(batch, entropy=True)         `RolloutManager.score` on this process's manager
         rollout.score(reference_model, batch)      another model, such as a reference or a teacher
 
     Args:
-        given: sequences; or a causal language model of transformers, and sequences.
-        options: as in `RolloutManager.score`. With a model also `config`, an `InferenceConfig`, instead of `adapter`.
+        given: sequences; or a causal language model in transformers, followed by sequences.
+        options: as in `RolloutManager.score`. With a model, `config` (an `InferenceConfig`) is an option, and `adapter` is
+            not.
     """
     if given and isinstance(given[0], nn.Module):
         return score_under(*given, **options)

@@ -47,22 +47,22 @@ _OURS = ("rollout", "trainer_hooks", "contextlib")
 
 
 class RolloutError(Exception):
-    """The base class of all exceptions of this package."""
+    """The base class of all exceptions in this package."""
 
 
 class ConfigError(RolloutError, ValueError):
-    """A configuration field or sampling parameter is unknown or out of range."""
+    """The error for a configuration field or sampling parameter that is unknown or out of range."""
 
 
 class UnsupportedModelError(RolloutError, ValueError):
-    """The model has a layer, or passes an attention argument, that the engine does not support."""
+    """The error for a model with a layer or an attention argument that the engine does not support."""
 
 
 class RequestError(RolloutError):
-    """One request ended without a result.
+    """The error of one request that finished without a result.
 
     Attributes:
-        request_id: id of the request; None if it failed before an id was assigned.
+        request_id: id of the request; None: the request failed before an id was assigned.
     """
 
     def __init__(self, message: str, request_id: int | None = None) -> None:
@@ -71,42 +71,42 @@ class RequestError(RolloutError):
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """The request was rejected at admission: it can never be served."""
+    """The error of a request that was rejected at admission because it can never be served."""
 
     def at(self, place: str = "") -> InvalidRequestError:
-        """Return the same error with a place such as `prompts[0]: ` instead of an id that the caller has never seen."""
+        """Return the same error with a place such as `prompts[0]: ` instead of the id, which the caller has never seen."""
         return InvalidRequestError(place + re.sub(r"^request [0-9]+: ", "", str(self)), self.request_id)
 
 
 class RequestAbortedError(RequestError):
-    """The request was aborted."""
+    """The error of a request that was aborted."""
 
 
 class RequestFailedError(RequestError):
-    """The engine step that computed the request raised; the original exception is `__cause__`."""
+    """The error of a request whose engine step raised; the original exception is `__cause__`."""
 
 
 class StaleRequestError(RequestError):
-    """The request has tokens older than `max_staleness` allows."""
+    """The error of a request with tokens that are older than `max_staleness` allows."""
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The request's deadline passed, or no rank was ready within `CoordinatorAdvanced.no_rank_timeout_s`."""
+    """The error of a request whose deadline passed, or for which no rank was ready within `no_rank_timeout_s`."""
 
 
 class RankLostError(RequestError):
-    """Several ranks died while computing the request, possibly because of it; it is not assigned again."""
+    """The error of a request whose rank died several times, possibly because of the request; it is not assigned again."""
 
 
 class QueueFullError(RequestError):
-    """A limit of open requests is reached; try again when others have finished."""
+    """The error of a request beyond a limit on open requests; try again when other requests have finished."""
 
 
 class RolloutFailedError(RolloutError):
-    """Some samples of a batch failed. `batch` holds every row, with failed rows masked out.
+    """The error for a batch with failed samples. `batch` has every row, with failed rows masked out.
 
     Attributes:
-        batch: the `RolloutBatch`; its `errors` name the failed rows and their causes.
+        batch: the `RolloutBatch`, whose `errors` give the cause for each failed row.
     """
 
     def __init__(self, message: str, batch: object) -> None:
@@ -115,15 +115,15 @@ class RolloutFailedError(RolloutError):
 
 
 class EngineStateError(RolloutError, RuntimeError):
-    """The call is not allowed in the engine's current state."""
+    """The error for a call that is not allowed in the engine's current state."""
 
 
 class EngineDeadError(RolloutError, RuntimeError):
-    """The engine has stopped permanently; create a new one."""
+    """The error of an engine that has stopped permanently; create a new engine."""
 
 
 class WeightsChangedError(RolloutError, RuntimeError):
-    """Weights changed without an announced update, or a copy of the weights is out of date.
+    """The error for weights that changed without an announced update, or for a copy of the weights that is out of date.
 
     Attributes:
         tensors: names of the tensors that differ.
@@ -135,10 +135,10 @@ class WeightsChangedError(RolloutError, RuntimeError):
 
 
 class DeadlineError(RolloutError, TimeoutError):
-    """A wait exceeded its deadline.
+    """The error of a wait that exceeded its deadline.
 
-    `__notes__`, which tracebacks print, has the state of this process's engines, connections and threads at that moment, if
-    any; see `rollout.threads.diagnosis`, which sets `note`.
+    `__notes__`, which tracebacks print, has the state of this process's engines, connections and threads when the error was
+    created. `rollout.threads.diagnosis` provides it by setting `note`.
     """
 
     note: ClassVar[Callable[[], str]] = staticmethod(str)
@@ -150,7 +150,7 @@ class DeadlineError(RolloutError, TimeoutError):
 
 
 class ControlError(RolloutError, RuntimeError):
-    """A control call is not allowed in the current state, or some engines did not complete it.
+    """The error of a control call that is not allowed in the current state, or that some engines did not complete.
 
     Attributes:
         engines: names of the engines that did not complete the call.
@@ -162,11 +162,11 @@ class ControlError(RolloutError, RuntimeError):
 
 
 class ConnectionLostError(RolloutError, ConnectionError):
-    """The coordinator is gone, or has closed this connection. Raised for every request that was open on it.
+    """The error of a connection whose coordinator is gone or has closed it; raised for every request that was open on it.
 
     Attributes:
-        final: True if reconnecting cannot succeed: the protocol versions differ, or another process uses this peer's
-            name.
+        final: whether reconnecting cannot succeed, because the protocol versions differ or another process uses this
+            peer's name.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:
@@ -175,11 +175,11 @@ class ConnectionLostError(RolloutError, ConnectionError):
 
 
 class JournalError(RolloutError, OSError):
-    """The storage does not meet a journal's requirements, or the journal is not open in this process."""
+    """The error of a journal whose storage does not meet the requirements, or that is not open in this process."""
 
 
 class SerializationError(RolloutError, ValueError):
-    """A received payload has an unexpected type, field or length."""
+    """The error for a received payload with an unexpected type, field or length."""
 
 
 # --- unknown names ------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ _SAME_AS = {
         "AsyncLLM": "AsyncLLMEngine",
     },
 }
-"""Our name, by the class or package that has it → names of the same thing in transformers, TRL, vLLM, SGLang and verl."""
+"""Class (or "rollout") → our name → names for the same thing in transformers, TRL, vLLM, SGLang and verl."""
 
 _OUR_NAMES = {
     theirs: (ours, owner)
@@ -234,19 +234,21 @@ _OUR_NAMES = {
 
 
 def our_name(name: str) -> str:
-    """Return this package's equivalent of another library's `name`; `name` itself if there is none."""
+    """Return this package's name for another library's `name`; if there is none, `name` itself."""
     return _OUR_NAMES.get(name, (name,))[0]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
     """Return a "did you mean" question with the synonyms or nearest known names of `name`, or `otherwise`.
 
-    An option that belongs to another class of this package is named with its class.
+    If the meant option belongs to another class in this package, the question names that class.
 
     Args:
-        name: an unknown name or command-line flag.
-        most: how many names to give.
-        cutoff: least similarity, in [0, 1], as in `difflib.get_close_matches`.
+        name: the unknown name or command-line flag.
+        known: the known names.
+        otherwise: text to return if no known name is near.
+        most: maximum number of names in the question.
+        cutoff: minimum similarity, in [0, 1], as in `difflib.get_close_matches`.
     """
     choices = list(known)
     ours, owner = _OUR_NAMES.get(name.removeprefix("--").replace("-", "_"), (name, ""))
@@ -261,10 +263,10 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
 
 
 def unknown_attribute(owner: object, name: str) -> NoReturn:
-    """Raise `AttributeError` for an unknown attribute, in `__getattr__` of a class.
+    """Raise `AttributeError` for an unknown attribute; used as the `__getattr__` of a class.
 
     Raises:
-        AttributeError: always; gives the nearest name.
+        AttributeError: always; the message gives the nearest name.
     """
     kind = type(owner)
     public = [each for each in dir(kind) if not each.startswith("_")]
@@ -277,11 +279,12 @@ class NamedOptions:
     """The base class of option dataclasses.
 
     Raises:
-        ConfigError: a keyword argument is not an option; gives the nearest one, also of a nested dataclass.
+        ConfigError: a keyword argument is not an option. The message gives the nearest option, including options of nested
+            dataclasses.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Check the names; values are checked by `__init__`."""
+        """Check the names of the options. `__init__` checks the values."""
         table = {each.name: each.default for each in fields(cls)}  # type: ignore[arg-type]
         if options.keys() <= table.keys():
             return super().__new__(cls)
@@ -304,10 +307,10 @@ class NamedOptions:
 # --- rules for the values of options ------------------------------------------------------------------------------------
 
 Rule = tuple[Callable[[Any], bool], str]
-"""A test whether a value is allowed, and the allowed values in words."""
+"""A function that tests whether a value is allowed, and the allowed values in words."""
 
 Rules = Mapping[Rule, tuple[str, ...]]
-"""Rule → names of its options."""
+"""Rule → names of the options that it applies to."""
 
 
 def is_int(value: object) -> bool:
@@ -325,7 +328,7 @@ def is_text(value: object) -> bool:
 
 
 def or_none(rule: Rule) -> Rule:
-    """Return the rule that also allows None."""
+    """Return a rule that allows None and every value that `rule` allows."""
     return lambda value: value is None or rule[0](value), f"None or {rule[1]}"
 
 
@@ -341,7 +344,10 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """The shared validation of option dataclasses. Defaults imply the rules of booleans and enums; `_rules` has others."""
+    """The base class of option dataclasses, which validates values.
+
+    Rules for booleans and enums follow from the defaults; `_rules` has the other rules.
+    """
 
     _rules: ClassVar[Rules] = {}
 

@@ -5,16 +5,16 @@
     mark = journal.checkpoint(step)                  start a new file; save the mark in the trainer's checkpoint
     for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
 
-A journal is a folder. A file of it is written by one process, from an opening or a checkpoint on:
+A journal is a folder of files. Opening the journal, and every checkpoint, begins a new file, which one process writes:
 
-    000003-40-9f86d081884c7d65.journal               its number and its mark, which is a step and a random part
+    000003-40-9f86d081884c7d65.journal               file name: a number, and a mark (a step and a random part)
     {"rollout_journal": 5}                           the first line
-    length, CRC of the body | body                   per group: its samples and its key, as msgpack
+    length, CRC of the body | body                   per group; the body has the samples and the key, as msgpack
 
 Always true: `since` returns every appended group once, in order, even after a kill. A group is left out, with a warning,
-only if its bytes have changed since; a damaged length costs the rest of its file. Nothing is unpickled. Files older than the
-oldest of `keep_checkpoints` checkpoints are removed. Files are synced to disk by `checkpoint` and `close`, so a crash of the
-whole machine may lose groups appended since.
+only if its bytes were damaged; if a length is damaged, the rest of the file is left out. Nothing is unpickled. Files older
+than the oldest of `keep_checkpoints` checkpoints are removed. `checkpoint` and `close` sync files to disk, so a crash of the
+whole machine may lose groups that were appended after the last of these calls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SegmentName(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of a group, for `Journal.read`."""
+    """The location of a group: the path of the file, and the offset in it. `Journal.read` takes it."""
 
     path: Path
     start: int
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A group as passed to `Journal.append`."""
+    """A group as passed to `Journal.append`, with its place."""
 
     samples: list[DynamicInferenceRequest]
     key: bytes
@@ -77,18 +77,20 @@ class FinishedGroup:
 
 
 class Journal:
-    """A writer and reader of finished groups since a checkpoint. Not thread-safe.
+    """A writer and reader of the groups that have finished since a checkpoint. Not thread-safe.
 
     Args:
-        folder: created if missing. Exclusive to one writer: every rank needs its own.
-        keep_checkpoints: number of newest checkpoints that `since` supports. At least 2, because the trainer has not
+        folder: folder of the journal, which is created if it is missing. It has one writer, so every rank needs its own
+            folder.
+        keep_checkpoints: number of newest checkpoints whose marks `since` accepts. At least 2, because the trainer has not
             yet saved the newest mark when `checkpoint` returns.
 
     Raises:
         ConfigError: an option is out of range.
-        EngineStateError: another process, or another object here, is writing it; names the process.
+        EngineStateError: another process, or another object in this process, is writing the journal; the message names the
+            process.
         JournalError: the folder cannot be written.
-        SerializationError: written by another version.
+        SerializationError: another version of this package has written the journal.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep_checkpoints: int = 2) -> None:
@@ -97,9 +99,9 @@ class Journal:
         self.folder = Path(folder).absolute()
         self._keep = keep_checkpoints
         self._line: list[str] = []
-        """Marks of the current line of checkpoints, oldest first."""
+        """The marks of the checkpoints that lead to the current state, oldest first."""
         self._file = -1
-        """Descriptor of the newest file; -1: closed."""
+        """The file descriptor of the newest file; -1: the journal is closed."""
         self._end = 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,11 +125,11 @@ class Journal:
 
         Args:
             samples: all samples of the group, merged.
-            key: bytes of the caller, returned unchanged with the group.
+            key: the caller's bytes, returned unchanged with the group.
 
         Raises:
-            JournalError: the write failed, for example on a full disk. Nothing was added, and a later call may succeed.
-                Or the journal is closed, or was opened before a fork.
+            JournalError: the write failed, for example on a full disk; nothing was added, and a later call may succeed. Or
+                the journal is closed, or was opened before a fork.
         """
         self._check_open()
         body = msgpack.packb({"key": key, "samples": [sample.serialize() for sample in samples]})
@@ -147,8 +149,11 @@ class Journal:
     def checkpoint(self, step: int) -> str:
         """Start a new file, just before the trainer saves a checkpoint that covers all groups appended so far.
 
-        Returns the mark to save in the checkpoint. `since(mark)` returns the groups appended after this call, until
-        `keep_checkpoints` later checkpoints. After a `JournalError` the journal is as before.
+        After a `JournalError` the journal is unchanged.
+
+        Returns:
+            The mark to save in the checkpoint. `since(mark)` returns the groups appended after this call. The mark is valid
+            until `keep_checkpoints` later checkpoints.
         """
         self._check_open()
         self.sync()
@@ -165,10 +170,10 @@ class Journal:
         return self._line[-1]
 
     def since(self, mark: str | None) -> Iterator[FinishedGroup]:
-        """Return the groups appended after the checkpoint with this mark, one at a time; None: all groups.
+        """Return an iterator over the groups appended after the checkpoint with this mark; None: over all groups.
 
-        All of them stay on the disk until the next `checkpoint`. An unknown mark raises a `ConfigError` with the known
-        ones.
+        All of these groups stay on the disk until the next `checkpoint`. An unknown mark raises a `ConfigError` that lists
+        the known marks.
         """
         names = self._names()
         if mark is not None:
@@ -183,7 +188,7 @@ class Journal:
         return (group for name in names for group in self._groups(name.path(self.folder)))
 
     def read(self, place: Place) -> FinishedGroup | None:
-        """Read one group again; None: its file has been removed since, or is damaged."""
+        """Read one group again; None: the group's file has been removed since, or the group is damaged."""
         try:
             with place.path.open("rb") as file:
                 file.seek(place.start)
@@ -202,7 +207,7 @@ class Journal:
             raise _trouble(self._path, "be synchronised, so the journal is closed", exc) from exc
 
     def close(self) -> None:
-        """Sync, close the file and release the lock. Idempotent."""
+        """Sync and close the file, and release the folder's lock. Idempotent."""
         try:
             if self._file >= 0:
                 self.sync()
@@ -241,7 +246,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Continue with a new file; return its mark."""
+        """Continue with a new file; return the file's mark. `step`: the first part of the mark."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)
@@ -277,7 +282,7 @@ class Journal:
 
 
 def _locked(folder: Path) -> int:
-    """Return the descriptor of the folder's lock. It ends with this process, because forked children close copies."""
+    """Lock the folder; return the lock's file descriptor. The lock ends with this process: forked children close copies."""
     # Pass O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
@@ -298,7 +303,7 @@ def _locked(folder: Path) -> int:
 
 
 def _write(file: int, data: bytes, start: int) -> int:
-    """Write unbuffered at an offset, so that the data survive a kill of the process; return the next offset."""
+    """Write without a buffer at an offset, so that the data survive a kill of the process; return the next offset."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)
@@ -316,7 +321,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> None:
-    """Read the first line, which a crash may have cut off."""
+    """Read and check the first line, which a crash may have cut off."""
     if not _HEADER.startswith(file.readline(len(_HEADER))):
         raise SerializationError(
             f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"
@@ -324,7 +329,7 @@ def _read_header(file: BinaryIO) -> None:
 
 
 def _read_body(file: BinaryIO) -> bytes:
-    """Read the record's body at the current position. A damaged length moves the position to the end of the file.
+    """Read the body of the record at the current position. After a damaged length the position is the end of the file.
 
     Raises:
         SerializationError: the record is damaged.

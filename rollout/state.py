@@ -41,9 +41,9 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """The request was aborted."""
     STALE = "stale"
-    """The sample would have exceeded `max_staleness`, with the policy `partial`."""
+    """The sample would have exceeded `max_staleness`, and the staleness policy is `partial`."""
     ERROR = "error"
-    """The request failed; its `error` has the cause."""
+    """The request failed; the request's `error` has the cause."""
 
 
 class KVCacheManagementMode(StrEnum):
@@ -58,7 +58,7 @@ class KVCacheManagementMode(StrEnum):
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
-        """Return the member of this name; None stays None; `ConfigError` for any other name."""
+        """Return the member with this name, or None for None; `ConfigError` for any other name."""
         try:
             return None if mode is None else cls(mode)
         except ValueError:
@@ -67,11 +67,11 @@ class KVCacheManagementMode(StrEnum):
 
 
 Mode = KVCacheManagementMode | str | None
-"""A mode, its name, or None for the configured one."""
+"""A mode, the name of a mode, or None for the configured mode."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
-    """The rule when an unreferenced KV block is evicted from the prefix cache."""
+    """The rule that decides when an unreferenced KV block is evicted from the prefix cache."""
 
     LRU = "lru"
     """Evict when memory is needed, the least recently used block first."""
@@ -83,20 +83,20 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """Highest score of cached leading blocks and free slots."""
+    """The rank with the highest score, computed from its cached leading blocks of the prompt and its free slots."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """The same score with the first block only."""
+    """The rank with the highest score, of whose cached blocks only the prompt's first block counts."""
     LOAD_BALANCED = "load_balanced"
-    """Largest share of free slots, ties to the lowest name."""
+    """The rank with the largest share of free slots; for equal shares, the rank with the lowest name."""
     ROUND_ROBIN = "round_robin"
-    """The ranks in turn, ordered by name."""
+    """The next rank in turn, ordered by name."""
 
 
 class StalenessPolicy(StrEnum):
     """The handling of a request that would exceed `max_staleness`."""
 
     PARTIAL = "partial"
-    """The request finishes with the tokens it has and the finish reason `stale`."""
+    """The request finishes with the tokens that it has, and the finish reason `stale`."""
     REQUEUE = "requeue"
     """The request starts again from its prompt."""
     MASK = "mask"
@@ -104,7 +104,7 @@ class StalenessPolicy(StrEnum):
 
 
 class EngineState(StrEnum):
-    """The lifecycle states of one engine; `wait_until` accepts the `STABLE_ENGINE_STATES`."""
+    """The lifecycle states of one engine. `wait_until` accepts only `STABLE_ENGINE_STATES`."""
 
     RUNNING = "running"
     PAUSING = "pausing"
@@ -162,7 +162,7 @@ COORDINATOR_TRANSITIONS = {
     )
     for signal, before, through, to, idle in _TRANSITIONS
 }
-"""Signal → (source states, target state, states in which it changes nothing)."""
+"""Signal → (source states, target state, states in which the signal changes nothing)."""
 
 ENGINE_TRANSITIONS = {
     ControlSignal(signal): (
@@ -173,4 +173,4 @@ ENGINE_TRANSITIONS = {
     )
     for signal, before, through, to, idle in _TRANSITIONS
 }
-"""Signal → (source states, intermediate state, target state, states in which it changes nothing)."""
+"""Signal → (source states, intermediate state, target state, states in which the signal changes nothing)."""

@@ -1,17 +1,17 @@
-"""Advantages, importance weights and masks for policy-gradient losses, as plain functions of tensors.
+"""Advantages, importance weights and masks for policy-gradient losses, as plain functions on tensors.
 
     advantages = group_advantages(rewards, batch.group_ids, valid=batch.response_mask.any(1))
     keep = batch.response_mask & (batch.policy_staleness <= 2)
     weights = importance_weights(logprobs, batch.logprobs, keep)
     loss = -masked_mean(weights * advantages[:, None] * logprobs, keep)
 
-Shapes: per-token values are [N, T], as in `RolloutBatch`; per-row values are [N] and broadcast with `[:, None]`.
-`logprobs` are the trainer's and `rollout_logprobs` the sampler's, each of the token at the same index; Δ is the first minus
-the second, at the positions of `mask`.
+Shapes: for N rows, the longest of T tokens, per-token values are [N, T], as in `RolloutBatch`; per-row values are [N] and
+broadcast with `[:, None]`. `logprobs` are the trainer's log-probs and `rollout_logprobs` the sampler's, each for the token
+at the same index. Δ is `logprobs` − `rollout_logprobs`, at the positions of `mask`.
 
-Always true: arguments are not changed; results are float32 (float64 from float64) for any input type. Masked positions never
-count, not even a NaN there. An unmasked NaN stays NaN in weights and means, and no mask drops it, so a missing log-prob is
-noticed. Results are constants to autograd unless `detach=False`.
+Always true: arguments are not changed. Results are float32 (float64 if the input is float64) for any input type. Masked
+positions never count, even if they are NaN. An unmasked NaN stays NaN in weights and means, and no mask drops it, so a
+missing log-prob is noticed. Results are constants to autograd unless `detach=False`.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ def group_advantages(
 ) -> Tensor:
     """Return the advantage of each sample relative to its group, the n samples of one prompt with rewards r.
 
-        grpo     (r − mean) / (std + eps), std with n − 1 in the denominator, as TRL and verl have it
+        grpo     (r − mean) / (std + eps), std with n − 1 in the denominator, as in TRL and verl
                  Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2
-        rloo     r − mean of the others = (r − mean) · n / (n − 1)
+        rloo     r − mean of the other rewards = (r − mean) · n / (n − 1)
                  Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024,
                  arXiv:2402.14740
         dr_grpo  r − mean
@@ -32,16 +32,18 @@ def group_advantages(
     A group of one sample gets 0. A group of equal rewards gets exactly 0.
 
     Args:
-        rewards: [N], any number type.
-        group_ids: integer [N], in any order; equal ids are one group, of any size.
-        valid: bool [N]: rows that count (None: all). The others get 0 and are ignored by their group; they may be NaN.
-        eps: keeps the division finite; TRL has 1e-4.
+        rewards: [N], the reward of each of N samples, of any number type.
+        group_ids: integer [N], in any order; samples with equal ids are one group, of any size.
+        kind: the formula.
+        valid: bool [N], the samples that count. None: all. The other samples get 0 and do not affect their group; their
+            rewards may be NaN.
+        eps: a small number above 0 that keeps the division finite; TRL uses 1e-4.
 
     Returns:
-        float32 [N], a constant to autograd.
+        The advantages, float32 [N], a constant to autograd.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, `eps` is not a number above 0, or a valid row's reward is not finite.
+        ValueError: shapes or dtypes do not match, `eps` is not a number above 0, or a valid sample's reward is not finite.
     """
     _check_rows(rewards, group_ids, valid)
     if kind not in ("grpo", "rloo", "dr_grpo"):

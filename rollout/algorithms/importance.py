@@ -1,8 +1,8 @@
-"""Importance weights between trainer and sampler, masks by ratio and staleness, effective sample size, KL; argument checks.
+"""Importance weights between trainer and sampler, masks by ratio, effective sample size, KL estimates, argument checks.
 
-Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask; masked positions are 0 or False; an unmasked
-NaN stays NaN and no mask drops it, so a missing log-prob is noticed. An error names the tensor, the rule and the cure;
-shapes and dtypes are checked without a device sync.
+Always true: Δ = `logprobs` − `rollout_logprobs` at the positions of the mask. Results are 0 or False at masked positions. An
+unmasked NaN stays NaN and no mask drops it, so a missing log-prob is noticed. An error names the tensor, the rule and the
+cure. Shapes and dtypes are checked without a device sync.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: bool) -> Tensor:
-    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], 0 where masked out."""
+    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], with 0 at masked positions."""
     check_floating("logprobs", logprobs)
     check_floating("rollout_logprobs", rollout_logprobs)
     if mask.ndim != 2:
@@ -76,21 +76,23 @@ def importance_weights(
                    sampler (TIS): Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
         sequence   ρ = exp ΣΔ, the probability ratio of the whole row. Liu, Li et al. 2025, "When Speed Kills Stability:
                    Demystifying RL Collapse from the Training-Inference Mismatch"; verl `rollout_is="sequence"`
-        geometric  ρ = exp(ΣΔ / number of tokens). Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. As GSPO's
-                   policy ratio (current against old log-probs): `cap=math.inf, detach=False`, and clip it in the loss
+        geometric  ρ = exp(ΣΔ / number of tokens). Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7. For GSPO's
+                   policy ratio (current against old log-probs), use `cap=math.inf, detach=False`, and clip it in the loss
 
     Args:
-        logprobs, rollout_logprobs: floating [N, T].
-        mask: bool [N, T], `RolloutBatch.response_mask`.
+        logprobs: the trainer's log-probs, floating [N, T].
+        rollout_logprobs: the sampler's log-probs, floating [N, T].
+        mask: bool [N, T], usually `RolloutBatch.response_mask`.
         level: how ρ is aggregated. Unless it is "token", all tokens of a row have the same weight.
-        cap: largest weight; math.inf: no truncation. TRL has 3, verl 2.
-        detach: weights are constants. False: gradients flow to both log-probs, where a weight was not truncated.
+        cap: the largest weight; math.inf: no truncation. TRL uses 3, verl 2.
+        detach: whether weights are constants to autograd. False: gradients flow to both log-probs, except through truncated
+            weights.
 
     Returns:
-        float32 [N, T], 0 where masked out.
+        The weights, float32 [N, T], with 0 at masked positions.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, `cap` is not a number above 0, or there is no such level.
+        ValueError: shapes or dtypes do not match, `cap` is not a number above 0, or `level` is unknown.
     """
     check_above_zero("cap", cap)
     delta = _of_level(log_ratio(logprobs, rollout_logprobs, mask, detach), mask, level)
@@ -112,18 +114,18 @@ def _of_level(delta: Tensor, mask: Tensor, level: Level) -> Tensor:
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normalized: bool = False) -> Tensor:
     """Return the effective sample size of importance weights, (Σw)² / Σw².
 
-    Kish 1965, "Survey Sampling". PipelineRL's `rl/ess` and verl's `rollout_is_eff_sample_size` are the normalised one.
+    Kish 1965, "Survey Sampling". PipelineRL's `rl/ess` and verl's `rollout_is_eff_sample_size` are the normalised size.
 
     Args:
-        weights: floating, any shape, not negative.
-        mask: bool of the same shape, weights to include. None: all.
-        normalized: divide by the number of included weights, for a fraction of 1.
+        weights: weights of at least 0, floating, of any shape.
+        mask: bool of the same shape, the weights to include. None: all.
+        normalized: whether to divide by the number of included weights, which gives a number in [0, 1].
 
     Returns:
-        float32 scalar, a constant to autograd; 0 where no weight is above 0.
+        float32 scalar, a constant to autograd; 0 if no weight is above 0.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     check_floating("weights", weights)
     mask = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask
@@ -148,13 +150,14 @@ def ratio_mask(
 
         token      ρ = exp Δ, drops the token. IcePop: 0.5 and 5; Ling Team 2025, arXiv:2510.18855
         sequence   ρ = exp ΣΔ, drops the row. Masked importance sampling (MIS): low = 0; Liu, Li et al. 2025,
-                   see `importance_weights`; TRL `sequence_mask` has high = 3
+                   see `importance_weights`; TRL's `sequence_mask` uses high = 3
         geometric  ρ = exp(ΣΔ / number of tokens), drops the row. verl `rollout_rs="geometric"`: within 1e-3 of 1
 
-    Arguments and errors as in `importance_weights`; also ValueError unless 0 <= low < high.
+    The other arguments and the errors are the same as for `importance_weights`. It also raises ValueError unless
+    0 <= low < high.
 
     Returns:
-        bool [N, T]. Entries with a NaN ratio are kept.
+        The reduced mask, bool [N, T]. Entries with a NaN ratio are kept.
     """
     if not 0 <= low < high:
         raise ValueError(f"low={low!r}, high={high!r}: must be 0 <= low < high; 1 is agreement")
@@ -173,7 +176,7 @@ def rollout_kl(
     estimator: Literal["k1", "k2", "k3"] = "k3",
     detach: bool = True,
 ) -> Tensor:
-    """Estimate KL(sampler ‖ trainer) at each sampled token; `masked_mean` of the estimates is the divergence.
+    """Estimate KL(sampler ‖ trainer) at each sampled token; the `masked_mean` of the estimates is the divergence.
 
         k1  −Δ               unbiased, either sign; verl's `rollout_corr/kl`
         k2  Δ² / 2           biased, low variance
@@ -181,10 +184,10 @@ def rollout_kl(
 
     Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, with r = exp Δ.
 
-    Arguments and errors as in `importance_weights`.
+    The other arguments and the errors are the same as for `importance_weights`.
 
     Returns:
-        float32 [N, T], 0 where masked out.
+        The estimates, float32 [N, T], with 0 at masked positions.
     """
     delta = log_ratio(logprobs, rollout_logprobs, mask, detach)
     if estimator == "k1":
@@ -197,26 +200,27 @@ def rollout_kl(
 
 
 def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return KL(policy ‖ teacher) of every token, from the teacher's k most likely: the loss of on-policy distillation.
+    """Return KL(policy ‖ teacher) at every token, from the teacher's k most likely: the loss of on-policy distillation.
 
         Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
 
-    p is the policy, q the teacher, p′ and q′ their probability of all other tokens together. It equals the KL of the
-    whole vocabulary if k does, and is never above it (log-sum inequality: Cover and Thomas, "Elements of Information
-    Theory", theorem 2.7.1). The method: Agarwal et al. 2024, "On-Policy Distillation of Language Models",
-    https://arxiv.org/abs/2306.13649.
+    p is the policy's and q the teacher's probability; p′ and q′ are their probabilities of all other tokens together. The
+    result equals the KL over the whole vocabulary if k is the vocabulary's size, and is never above it (log-sum inequality:
+    Cover and Thomas, "Elements of Information Theory", theorem 2.7.1). The method is from Agarwal et al. 2024, "On-Policy
+    Distillation of Language Models", https://arxiv.org/abs/2306.13649.
 
     Args:
-        logprobs: floating [N, T, k], the policy's log-probs of the teacher's most likely tokens: `top_logprobs` of
+        logprobs: the policy's log-probs of the teacher's k most likely tokens, floating [N, T, k]: the `top_logprobs` of
             `batch.scores_of(model, temperature=1.0, top_k=scores.top_ids)`. Gradients flow to them.
-        top_logprobs: floating [N, T, k], from `scores = rollout.score(teacher, batch, temperature=1.0, top_k=k)`.
-        mask: bool [N, T] of the tokens that count.
+        top_logprobs: the teacher's log-probs of the same tokens, floating [N, T, k], from
+            `scores = rollout.score(teacher, batch, temperature=1.0, top_k=k)`.
+        mask: bool [N, T], the tokens that count.
 
     Returns:
-        float32 [N, T], 0 where masked out.
+        The divergences, float32 [N, T], with 0 at masked positions.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     check_floating("logprobs", logprobs)
     check_floating("top_logprobs", top_logprobs)
@@ -234,17 +238,17 @@ def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of `values` where `mask` is True; 0 if it is nowhere. Gradients flow to `values`.
+    """Return the mean of `values` where `mask` is True; 0 if `mask` is True nowhere. Gradients flow to `values`.
 
     Args:
-        values: floating, any shape.
+        values: floating, of any shape.
         mask: bool of the same shape.
 
     Returns:
         float32 scalar.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     check_floating("values", values)
     check_mask(mask, values=values)
@@ -254,20 +258,21 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
     """Return the values of `exact` with the gradient of `logprobs`: exact + logprobs − stop_gradient(logprobs).
 
-    Use it with log-probs of the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated
-    through the trainer's forward. The ratio to the rollout's log-probs then does not include the difference between the
-    two forwards; it is 1 until the weights change. The sum itself is not computed, because it would round.
+    Use it with log-probs from the sampler's own arithmetic (`RolloutManager.score`) in a loss that is differentiated
+    through the trainer's forward pass. The ratio to the rollout's log-probs then does not include the numerical difference
+    between the two forward passes: it is 1 until the weights change. The sum above is not computed literally, because it
+    would round.
 
     Args:
-        logprobs: floating [N, T] from the trainer's forward, which is differentiated.
-        exact: floating [N, T] from the same weights; no gradient flows to it.
-        mask: bool [N, T].
+        logprobs: log-probs from the trainer's forward pass, floating [N, T]; gradients flow to them.
+        exact: log-probs from the sampler with the same weights, floating [N, T]; no gradient flows to them.
+        mask: bool [N, T], the tokens that count.
 
     Returns:
-        float32 [N, T] (float64 of float64), 0 where masked out.
+        float32 [N, T] (float64 if `logprobs` is float64), with 0 at masked positions.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     check_floating("logprobs", logprobs)
     check_floating("exact", exact)

@@ -1,10 +1,10 @@
 """Log-probs under the sampling distribution: softmax over the tokens that top_k, top_p and min_p kept.
 
-Truncated sampling renormalises over sets that the trainer does not have. Without them the ratio between trainer and
-sampler is the probability mass that was cut off, and it shrinks with the length. DeepSeek-AI 2025, DeepSeek-V3.2,
-arXiv:2512.02556, section 3.1 ("Keep Sampling Mask").
+Truncated sampling renormalises over sets of tokens that the trainer does not have. Without these sets, the ratio between
+trainer and sampler is the probability of the kept tokens, and the product over a completion shrinks with the length.
+DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, section 3.1 ("Keep Sampling Mask").
 
-Always true: only logits of kept tokens are read; other memory is a few numbers per kept token.
+Always true: only the logits of kept tokens are read. Other memory is a few numbers per kept token.
 """
 
 from __future__ import annotations
@@ -18,22 +18,33 @@ from torch import Tensor
 from rollout.algorithms.importance import check_floating, check_integer, check_mask, wide
 
 PerRow = float | Tensor
-"""One value for all rows, or floating [N]."""
+"""One value for all rows, or one per row, floating [N]."""
 Biases = Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
-"""Token id → value added to its logit: for all rows, or one per row."""
+"""Token id → value that is added to the token's logit: one mapping for all rows, or one per row. None: no bias."""
 
 
 class LogitReader(Protocol):
-    """Logits [K, V] that need not be in memory; `rollout.engine.training.head` has one that runs a model."""
+    """A reader of logits [K, V], which need not be in memory; `rollout.engine.training.head` has a reader that runs a model.
+
+    K is the number of rows of logits, V the size of the vocabulary.
+    """
 
     def read(
         self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits of `ids` in rows `tokens`, and the log-normalisers of rows `whole`."""
+        """Return the requested logits, and the log-normalisers of whole rows.
+
+        Args:
+            rows: the row of logits of each of M sampled tokens.
+            temperature: divisor of the logits in the log-normalisers, one for all or one per sampled token.
+            tokens: for each requested logit, which of the M sampled tokens it belongs to.
+            ids: the vocabulary id of each requested logit.
+            whole: which of the M sampled tokens need the log-normaliser of their whole row.
+        """
 
 
 class _Held:
-    """A `LogitReader` of logits that are in memory."""
+    """A `LogitReader` for logits that are in memory."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -62,29 +73,29 @@ def replay_logprobs(
     prompt_lengths: Tensor | None = None,
     predictors: Tensor | None = None,
 ) -> Tensor:
-    """Compute each token's log-prob under the trainer's logits, renormalised over the set it was drawn from.
+    """Compute each token's log-prob under the trainer's logits, renormalised over the set that the token was drawn from.
 
     The result is differentiable. Logits are shaped as in the sampler: bias, repetition, presence and frequency penalty,
-    temperature, then the set. With the weights that sampled, this is `RolloutBatch.logprobs`.
+    temperature, then the set. With the weights that sampled, the result equals `RolloutBatch.logprobs`.
 
     Args:
-        logits: floating [N, T, V] of a forward of `input_ids`: column t predicts token t + 1. With `predictors`: [K,
-            V], or a `LogitReader`.
-        kept: ids, integer [S], row after row and ascending in each token; and their counts, integer [N, T], 0 where a
-            token has no set and any token could be drawn. `RolloutBatch.kept_tokens`.
-        input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which must not count for a penalty.
-        mask: bool [N, T]: tokens whose log-probs are computed, `RolloutBatch.response_mask`.
-        temperature: above 0.
+        logits: floating [N, T, V] from a forward pass over `input_ids`: column t predicts token t + 1. With `predictors`,
+            [K, V] or a `LogitReader`.
+        kept: `RolloutBatch.kept_tokens`: (ids, counts). ids, integer [S], are the ids of all sets, row after row and
+            ascending in each set. counts, integer [N, T], are the sizes; 0: the token has no set, any token could be drawn.
+        input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which does not count for penalties.
+        mask: bool [N, T], the tokens whose log-probs are computed, usually `RolloutBatch.response_mask`.
+        temperature: divisor of the logits, above 0.
         logit_bias, repetition_penalty, presence_penalty, frequency_penalty: as in `SamplingParams`.
-        prompt_lengths: int64 [N], needed by penalties.
-        predictors: int64 [N, T]: the row of `logits` that predicts each token, if `logits` are not of padded rows.
+        prompt_lengths: int64 [N], the number of prompt tokens in each row; required for penalties.
+        predictors: int64 [N, T], the row of `logits` that predicts each token. None: `logits` are [N, T, V].
 
     Returns:
-        float32 [N, T] (float64 of float64 logits), 0 outside of `mask`; -inf for a token that is not in its set.
+        float32 [N, T] (float64 for float64 logits), with 0 outside of `mask` and -inf for a token that is not in its set.
 
     Raises:
-        ValueError: shapes or dtypes do not fit; a penalty without `prompt_lengths`; a penalty or bias where a token has
-            no set.
+        ValueError: shapes or dtypes do not match; a penalty is set without `prompt_lengths`; or a token without a set has a
+            penalty or bias.
     """
     ids, counts = kept
     _check(logits, ids, counts, input_ids, mask, predictors)
@@ -137,16 +148,16 @@ def replay_logprobs(
 
 
 class _Drawn(NamedTuple):
-    """The M tokens of the mask, and the S' entries of their sets."""
+    """The M tokens in the mask, and the S' entries of their sets."""
 
     places: Tensor
-    """[M] flat indices of the tokens."""
+    """[M]: the flat index of each token in [N, T]."""
     entries: Tensor
-    """[S'] index of each entry in `kept`'s ids."""
+    """[S']: the index of each entry in the ids of `kept`."""
     token: Tensor
-    """[S'] which of the M tokens an entry belongs to."""
+    """[S']: which of the M tokens each entry belongs to."""
     unrestricted: Tensor
-    """[U] which of the M tokens have no set."""
+    """[U]: which of the M tokens have no set."""
 
     @classmethod
     def of(cls, mask: Tensor, counts: Tensor) -> _Drawn:
@@ -158,7 +169,7 @@ class _Drawn(NamedTuple):
 
 
 def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """Return [M]: the log-softmax of the chosen entry in each token's set; -inf if no entry is chosen."""
+    """Return the log-softmax of the chosen entry in each of `count` sets; -inf if no entry of a set is chosen."""
     peak = scores.new_full((count,), -torch.inf).scatter_reduce(0, token, scores.detach(), "amax")
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))
@@ -173,8 +184,8 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
 def _occurrences(
     input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each entry, how often its token occurs in the completion before its column, and whether it occurs at
-    all before that column."""
+    """Return, for each entry, how often its token occurs in the completion before the entry's column, and whether the token
+    occurs at all before that column."""
     # Choose a vocabulary size above every id: otherwise padding (id -1) would look like a token of the previous row.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
@@ -195,7 +206,7 @@ def _of_each_row(biases: Biases, count: int) -> list[Mapping[int, float]]:
 
 
 def _biases(biases: Sequence[Mapping[int, float]], rows: Tensor, members: Tensor, like: Tensor) -> Tensor:
-    """Return [S']: the bias of each entry; 0 for an entry without a bias."""
+    """Return the bias of each of the S' entries; 0 for an entry without a bias."""
     pairs = sorted((row, token, value) for row, own in enumerate(biases) for token, value in own.items())
     # Use a span of 2**32, which covers every token id of a bias and of a kept set.
     span = 1 << 32

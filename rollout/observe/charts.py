@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn by matplotlib: lines with bands, stacked areas, and the slots of an engine over time."""
+"""Charts as inline SVG, drawn by matplotlib: lines with bands, stacked areas, and an engine's slots over time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOT_COLORS = {PREFILL: ORANGE, DECODE: BLUE, HELD: "#c3ccd5", PREEMPTED: RED}
 CONTROL_COLORS = {"weights updated": "#000000", "suspend": PURPLE, "resume": GREEN}
 SLOT_ROWS = 96
 SMALLEST = 1e-30
-"""Values up to this are gaps on a logarithmic axis."""
+"""The limit below which a value is a gap on a logarithmic axis."""
 
 _STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "rollout", "font.size": 9, "axes.spines.top": False,
@@ -46,9 +46,10 @@ def lines(
     """Return a chart of lines over steps.
 
     Args:
-        series: (name, colour, values) of each line; None leaves a gap.
-        band: (name, colour, lower, upper) of an area behind the lines.
-        log: decades on the y axis; values up to `SMALLEST` are gaps.
+        steps: the number of each step.
+        series: (name, colour, values) of each line; a value of None is a gap.
+        band: (name, colour, lower values, upper values) of an area behind the lines; None: no area.
+        log: whether the y axis is logarithmic; values up to `SMALLEST` are then gaps.
         top: upper end of the y axis; None: the largest value.
     """
 
@@ -78,7 +79,7 @@ def lines(
 
 
 def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, shares: bool = False) -> str:
-    """Return a chart of stacked areas over steps; None counts as 0. `shares`: values as shares of each step's sum."""
+    """Return a chart of stacked areas over steps; None counts as 0. `shares`: draw values as shares of each step's sum."""
     columns = [[value or 0.0 for value in values] for _, _, values in series]
     present = [name for (name, _, _), values in zip(series, columns, strict=True) if any(values)]
     if not present:
@@ -100,11 +101,11 @@ def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, sh
 
 
 Stay = list[tuple[str, float, float]]
-"""The states of a sample from its admission to its end or preemption."""
+"""The (state, start, end) of a sample from its admission until it finishes or is preempted."""
 
 
 def slots(engine: TracedEngine, duration_s: float) -> str:
-    """Return the slots of an engine over time: a row per slot, taken by a sample from admission to end or preemption."""
+    """Return a chart of an engine's slots over time: a sample has a row from admission until it finishes or is preempted."""
     stays = [(sample, stay, evicted) for sample in engine.samples for stay, evicted in _stays(sample)]
     rows: list[list[tuple[TracedSample, Stay, bool]]] = []
     for each in sorted(stays, key=lambda each: each[1][0][1]):
@@ -139,7 +140,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
 
 
 def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
-    """Yield each period of a sample in a slot, and whether a preemption ended it."""
+    """Yield each period that a sample spends in a slot, and whether a preemption ended the period."""
     stay: Stay = []
     for state in sample.states:
         if state[0] in (PREFILL, DECODE, HELD):
@@ -152,12 +153,12 @@ def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
 
 
 def note(text: str = "not recorded in this run") -> str:
-    """Return a sentence in place of a chart."""
+    """Return the HTML of a sentence that is shown in place of a chart."""
     return f'<p class="none">{escape(text)}</p>'
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return the SVG of `draw` for a page, without declarations and clips. The page shows `tips` at the pointer."""
+    """Return what `draw` draws as SVG for a page, without declarations and clips. `tips` are the tooltips."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -178,6 +179,6 @@ def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return the names of (name, colour) pairs, each after a square of its colour."""
+    """Return the HTML of a legend for (name, colour) pairs: each name follows a square in its colour."""
     keys = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in entries)
     return f'<div class="legend">{keys}</div>'

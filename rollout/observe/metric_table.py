@@ -1,10 +1,10 @@
-"""The table of metrics: name, kind, unit, meaning, and the source of an engine's counters and gauges.
+"""The table of metrics: name, kind, unit, meaning, and where an engine's counters and gauges are read.
 
 `METRICS` defines every metric; `LOGGED` lists the flat names that a snapshot can contain, and `ENGINE_STATS` the plain names
-of `engine.stats()`. A new counter or gauge of an engine is one row with `read`: the manager's metrics,
-`/metrics` of a server and the reference follow from it.
+in `engine.stats()`. To add a counter or gauge of the engine, add one row with `read`. The manager's metrics, the server's
+`/metrics` and the reference page are generated from the table.
 
-One "request" in this table is one sample: a prompt with n=8 is eight requests.
+In this table a "request" is one sample: a prompt with n=8 is eight requests.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Kind(StrEnum):
     """The way a metric is recorded and reported in a snapshot."""
 
     COUNTER = "counter"
-    """`add`: sum over the interval, 0 if nothing was added. With `total`, also the sum since construction."""
+    """The sum of the values passed to `add` during the interval; with `total`, also the sum since construction."""
 
     TIMER = "timer"
-    """`phase` / `enter_phase`: seconds of the interval spent in the phase."""
+    """The seconds of the interval spent in the phase, as set by `phase` or `enter_phase`."""
 
     GAUGE = "gauge"
-    """`set`: last value, absent until set. With `peak`, also the maximum during the interval."""
+    """The last value passed to `set`, absent before the first; with `peak`, also the maximum during the interval."""
 
     SUMMARY = "summary"
-    """`observe`: statistics of the interval's values, absent if there were none."""
+    """The statistics of the values passed to `observe` during the interval; absent without values."""
 
     RATIO = "ratio"
-    """Derived: ratio of two sums of logged values, absent if a part is absent or the denominator is 0."""
+    """The ratio of a logged value to a sum of logged values; absent if one is absent or the sum is 0."""
 
 
 Statistic = Literal["mean", "p50", "p99", "max", "nonzero_share"]
@@ -45,16 +45,16 @@ class Metric:
     """The definition of one metric.
 
     Attributes:
-        kind: the way it is recorded.
-        unit: unit of the value; statistics of a summary have the same unit, except `nonzero_share`, in [0, 1].
-        help: meaning, in one line.
-        read: counters and gauges of an engine: where `engine.stats()` reads them, below scheduler, allocator, cache or
-            ledger; "": not of an engine.
-        stats: summaries: the statistics logged, as `<name>_<statistic>`.
-        total: counters: also log `<name>_total`.
-        peak: gauges: also log `<name>_peak`.
-        numerator, denominator: ratios: a logged name, and the logged names whose sum it is divided by.
-        logged: whether it is recorded and in snapshots; False: it is in `engine.stats()` only.
+        kind: the way the metric is recorded.
+        unit: unit of the value. A summary's statistics have the same unit, except `nonzero_share`, which is in [0, 1].
+        help: the meaning, in one line.
+        read: for an engine's counters and gauges, the attribute path that `engine.stats()` reads, such as
+            `scheduler.num_active`; "": the value does not come from the engine.
+        stats: for summaries, the statistics that are logged, as `<name>_<statistic>`.
+        total: for counters, whether `<name>_total` is logged too.
+        peak: for gauges, whether `<name>_peak` is logged too.
+        numerator, denominator: for ratios, a logged name, and the logged names by whose sum it is divided.
+        logged: whether the metric is recorded and part of snapshots; False: it is only in `engine.stats()`.
     """
 
     kind: Kind
@@ -217,10 +217,10 @@ _TABLE: dict[str, Metric] = {
 METRICS = {f"rollout/{name}": metric for name, metric in _TABLE.items()}
 
 LOGGED: dict[str, Metric] = {flat: metric for name, metric in METRICS.items() for flat in metric.logged_as(name)}
-"""Flat name → its metric: every key that a snapshot can contain."""
+"""Flat name → metric. The names are all keys that a snapshot can contain."""
 
 ENGINE_STATS: dict[str, Metric] = {name: metric for name, metric in _TABLE.items() if metric.read}
-"""Plain name → its metric: what `engine.stats()` returns."""
+"""Plain name → metric. The names are the keys that `engine.stats()` returns."""
 
 
 def describe() -> str:

@@ -1,4 +1,4 @@
-"""`report`: one HTML page of a run that opens without a network: charts, slots of a traced step, samples."""
+"""`report`: one HTML page about a run, with charts, the slots of a traced step, and samples. It opens without a network."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rollout.observe.run_log import read_log
 from rollout.observe.timeline import read
 
 AGES = ("#ffffff", "#fdf3d0", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f")
-"""Background of tokens sampled 0, 1, 2 … weight updates ago; the last one for all older tokens."""
+"""The background colours of tokens sampled 0, 1, 2 … weight updates ago; the last colour is for all older tokens."""
 AGE_AREAS = ("#dbe7f3", "#fbdf9d", "#f7b96f", "#ee8a5c", "#d95f5f", "#a33a3a")
 SHOWN = 6
-"""The number of slowest and of most stale samples of the run that are shown."""
+"""How many of the run's slowest samples, and of its most stale samples, are shown."""
 
 
 def report(
@@ -27,16 +27,16 @@ def report(
     *,
     trace: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write the page of a run that `RunLog` has logged.
+    """Write a page about a run that `RunLog` has logged.
 
     Args:
         folder: folder of the run.
-        out: the file. None: `report.html` in the folder.
-        trace: file of the step whose slots are drawn. None: the last one in the folder or in its `traces`; without one,
-            that part is left out.
+        out: file to write. None: `report.html` in the folder.
+        trace: trace file of the step whose slots are drawn. None: the last trace in the folder or in its `traces`; if there
+            is no trace, the page has no slots.
 
     Returns:
-        The file.
+        The path of the written file.
 
     Raises:
         ConfigError: there is no log in the folder, the trace cannot be read, or the page cannot be written.
@@ -171,7 +171,7 @@ def _sample(step: int, sample: dict[str, Any]) -> str:
 
 
 def colored(runs: Iterable[tuple[int, int, str]], now: int) -> str:
-    """Return the text of `version_runs` as HTML; the background of each shows its age at the policy version `now`."""
+    """Return runs from `version_runs` as HTML; a run's background shows its age at the policy version `now`."""
     spans = []
     for version, count, text in runs:
         age = max(0, now - version)

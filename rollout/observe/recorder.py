@@ -1,10 +1,10 @@
-"""Records the work of the engines and the trainer of one process as rows in memory, and the lives of samples.
+"""Records, as rows in memory, the work of one process's engines and trainer, and the history of every sample.
 
     Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
     manager phases, `span`, `mark`  → TraceRecorder             events outside the engines
 
-A trace covers a process, including engines that are built while it is on. It only appends to lists, so any thread may
-report. After `MAX_ROWS` steps or samples, further ones are counted, not kept.
+A trace covers a process, including engines that are built while the trace is recorded. Recording only appends to lists, so
+any thread may report. After `MAX_ROWS` steps or samples, further rows are counted but not kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 WAITING, PREFILL, DECODE, PREEMPTED, HELD = "waiting", "prefill", "decode", "preempted", "held"
-"""States of a sample: it waits in the queue; its prompt is computed; its tokens are sampled; it waits in the queue after
-its KV was dropped; it has KV, but the engine makes no steps."""
+"""The states of a sample. Waiting: it is in the queue. Prefill: its prompt is computed. Decode: its tokens are sampled.
+Preempted: its KV was dropped, and it is in the queue again. Held: it has KV, but the engine makes no steps."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Life:
     """The history of one sample.
 
     Attributes:
-        states: (state, start, end) in order of time, seconds by the engine's clock.
-        versions: (time, policy version) of its first token and of every change of version.
+        states: (state, start, end) in order of time, in seconds of the engine's clock.
+        versions: (time, policy version) of the sample's first token and of every change of version after it.
         prompt_tokens, tokens: lengths of prompt and completion in tokens.
-        cached_tokens: prompt tokens whose KV came from the prefix cache at its first admission.
-        finish: value of the `FinishReason`; "unfinished" at the end of the trace.
+        cached_tokens: number of prompt tokens whose KV came from the prefix cache at the first admission.
+        finish: value of the `FinishReason`; "unfinished" if the sample had not finished at the end of the trace.
     """
 
     request_id: int
@@ -98,7 +98,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, in two parts if a prefill has produced a first token; return its end, at least `start`."""
+    """Append `state`, split at the first token if that is inside a prefill; return the end, which is at least `start`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -120,11 +120,11 @@ def _add_versions(versions: list[tuple[float, int]], segment: DynamicInferenceRe
 
 
 MAX_ROWS = 500_000
-"""The maximum number of steps, samples and spans that are kept, each."""
+"""The maximum number of rows that are kept of each kind (steps, samples, spans)."""
 
 
 class StepRow(NamedTuple):
-    """One step. Times are seconds since the epoch; counters count from the engine's construction."""
+    """One step of an engine. Times are seconds since the epoch; counters count from the engine's construction."""
 
     start: float
     scheduled: float
@@ -161,11 +161,11 @@ class EngineLog:
     """The rows of one engine.
 
     Attributes:
-        lives: histories of finished samples.
-        controls: control calls and weight updates.
-        states: (time, value of the `EngineState`), from the beginning on.
-        dropped: rows beyond `MAX_ROWS`.
-        saved_before: `prefill_tokens_saved` before the first step.
+        lives: the histories of finished samples.
+        controls: the control calls and weight updates.
+        states: (time, value of the `EngineState`) at the start of the log and at every change.
+        dropped: number of rows that were not kept because of `MAX_ROWS`.
+        saved_before: the counter `prefill_tokens_saved` before the first step.
     """
 
     def __init__(self, clock: Callable[[], float], state: str) -> None:
@@ -185,11 +185,11 @@ class EngineLog:
             self.saved_before = tokens_saved
 
     def step_reached(self) -> None:
-        """Record that the step is scheduled or executed."""
+        """Record that the step has been scheduled (first call) or executed (second call)."""
         self._marks.append(self.clock())
 
     def step_ends(self, numbers: Iterable[int]) -> None:
-        """Record the end of a step; `numbers` are the fields of a `StepRow` after its times."""
+        """Record the end of a step. `numbers`: the fields of `StepRow` that follow the times."""
         if len(self.steps) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -214,7 +214,7 @@ class EngineLog:
 
 
 class TraceRecorder:
-    """The rows of one process: a log per engine, and spans of trainer and job, in seconds since the epoch."""
+    """The rows of one process: a log per engine, and spans of the trainer and the job, in seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
         self.clock = clock
@@ -227,7 +227,7 @@ class TraceRecorder:
         self._lock = threading.Lock()
 
     def log_of(self, tap: EngineTap) -> EngineLog:
-        """Return the log of an engine; the first report creates it."""
+        """Return the log of an engine, which the engine's first report creates."""
         with self._lock:
             if tap not in self._of_tap:
                 self._of_tap[tap] = EngineLog(tap.clock, tap.state())
@@ -235,7 +235,7 @@ class TraceRecorder:
 
     @property
     def engines(self) -> list[EngineLog]:
-        """One log per engine that was built or has reported."""
+        """The logs, one per engine that was built or has reported during the trace."""
         return list(self._of_tap.values())
 
     def add(self, span: Span) -> None:
@@ -253,7 +253,7 @@ class TraceRecorder:
         self._phases[of] = (phase, now)
 
     def finish(self) -> None:
-        """Finish the trace: record unfinished samples and phases as they are. Wait for every engine's step boundary."""
+        """Finish the trace: wait for each engine's step boundary, then record unfinished samples and phases as they are."""
         self.ended = self.clock()
         for of in list(self._phases):
             self.phase(of, None, None)
@@ -266,12 +266,12 @@ _switching = threading.Lock()
 
 
 class EngineTap:
-    """The source of one engine's reports; `log` is None while nothing is recorded.
+    """The source of one engine's reports; `log` is None while no trace is recorded.
 
     Args:
-        clock: the engine's clock, for its events and steps.
-        state: returns the value of its `EngineState`.
-        records: updates the records of its unfinished samples and returns them; called when a trace ends.
+        clock: the engine's clock, which gives the times of events and steps.
+        state: function that returns the value of the engine's `EngineState`.
+        records: function that updates and returns the records of the engine's unfinished samples; called when a trace ends.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class EngineTap:
 
     @property
     def log(self) -> EngineLog | None:
-        """The engine's log in the active recorder."""
+        """The engine's log in the active recorder; None: no trace is recorded."""
         recorder = _active
         return None if recorder is None else recorder.log_of(self)
 
@@ -325,8 +325,8 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
 
     Args:
         name: name of the span, such as "reward".
-        track: row of the timeline.
-        args: numbers and strings that the trace shows with it.
+        track: name of the timeline row on which the span is shown.
+        args: numbers and strings that the trace shows with the span.
     """
     recorder = _active
     if recorder is None:
@@ -340,7 +340,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
 
 
 def mark(name: str, *, track: str = "trainer", **args: Any) -> None:
-    """Record an instant on a track; no effect while no trace is recorded."""
+    """Show an instant on a track of the trace; no effect while no trace is recorded. See `span` for the arguments."""
     recorder = _active
     if recorder is not None:
         now = recorder.clock()

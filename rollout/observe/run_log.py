@@ -1,7 +1,7 @@
 """The log of a training run, `<folder>/run.jsonl`: a line per step with metrics, rewards, staleness, slowest and
 stalest samples.
 
-A line that a crash has cut off is skipped when read; `report` makes `report.html` of it.
+A reader skips a line that a crash has cut off. `report` turns the log into `report.html`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rollout.errors import ConfigError
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000
-"""The maximum number of characters of a prompt, and of a run of tokens."""
+"""The maximum number of characters logged of a prompt, and of a run of tokens."""
 
 
 class RunLog:
     """A writer that appends the steps of one run to `<folder>/run.jsonl`.
 
     Args:
-        folder: created if needed. An existing run is continued.
-        title: title of the report.
-        samples: number of slowest samples, and of most stale samples, that are kept per step.
+        folder: folder of the run, which is created if needed. If it has a log, new steps are appended.
+        title: title of the report. "": the name of the folder.
+        samples: how many of the slowest samples, and of the most stale samples, are logged per step.
 
     Raises:
-        ConfigError: the folder cannot be created, or the file not written.
+        ConfigError: the folder cannot be created, or the file cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, title: str = "", samples: int = 2) -> None:
@@ -60,13 +60,13 @@ class RunLog:
 
         Args:
             number: number of the step.
-            metrics: `manager.metrics()` of the step, and any further numbers.
-            batch: the step's `RolloutBatch`, for staleness and samples; None: neither is logged.
-            rewards: one number per sample of the batch: a sequence, array or tensor of N elements.
-            tokenizer: decodes the samples' tokens per version; None: their ids are logged.
+            metrics: the step's `manager.metrics()`, and any further numbers.
+            batch: the step's `RolloutBatch`, from which staleness and samples are logged; None: neither is logged.
+            rewards: one number per sample of the batch, as a sequence, array or tensor of N elements.
+            tokenizer: tokenizer that decodes the samples' tokens; None: token ids are logged.
 
         Raises:
-            ValueError: there is not one reward per sample of `batch`, or no batch.
+            ValueError: there are rewards without a batch, or not one reward per sample.
             OSError: the file cannot be written.
         """
         row: dict[str, Any] = {"step": int(number), "metrics": {k: _number(v) for k, v in metrics.items()}}
@@ -88,7 +88,7 @@ class RunLog:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the title and steps of a run, from the last line of each step. `ConfigError` without a log or steps."""
+    """Return the title and the steps of a run; if a step has several lines, the last counts. `ConfigError` without steps."""
     path = Path(folder) / FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -145,7 +145,7 @@ def _sample(
 def version_runs(batch: Any, index: int, tokenizer: Any) -> list[tuple[int, int, str]]:
     """Return (version, number of tokens, text) of each run of completion tokens that one policy version sampled.
 
-    Without a tokenizer the text is their ids, with a space after each.
+    Without a tokenizer the text has the token ids, with a space after each.
     """
     request = batch.requests[index]
     prompt, runs, begin = len(request.prompt_tokens), [], 0
@@ -164,7 +164,7 @@ def _number(value: Any) -> float | None:
 
 
 def flat_array(values: Any) -> NDArray[np.float64]:
-    """Convert a number, sequence, array or torch tensor (any device and dtype) to float64 [n]."""
+    """Convert a number, sequence, array or torch tensor (on any device, of any dtype) to a flat float64 array."""
     # Convert tensors with their own methods: numpy cannot read them on a device, in bfloat16 or with a gradient. Detect
     # them without isinstance, because this module avoids importing torch.
     if hasattr(values, "detach"):

@@ -1,7 +1,7 @@
-"""Turns recorded rows into trace events, the JSON that Perfetto and Chrome open; writes them and reads them back.
+"""Turns recorded rows into trace events, the JSON that Perfetto and Chrome open; writes and reads the files.
 
-One process per engine, with tracks for the trainer, the engine's control calls and its steps, counters, and one track
-per sample. Times in the file are microseconds since the start of rank 0's trace.
+The timeline has one "process" per engine, with tracks for the trainer, the engine's control calls and its steps, with
+counters, and with one track per sample. Times in the file are microseconds since the start of rank 0's trace.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rollout.observe.recorder import DECODE, HELD, PREFILL, EngineLog, Life, Spa
 FORMAT = "rollout-trace-1"
 Event = dict[str, Any]
 TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
-"""Track numbers within a process; other tracks follow `OTHER`, samples follow `SAMPLES`."""
+"""The track numbers within a process. Further tracks are numbered from `OTHER` on, samples from `SAMPLES` on."""
 RANKS_FROM = 10
 ENGINES_PER_RANK = 100
 
 
 def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
-    """Return the trace of one process as plain values, ready for `json`, from a finished recorder."""
+    """Return the trace of a finished recorder as plain values, ready for `json`."""
     base = recorder.started
     engines = recorder.engines or [EngineLog(recorder.clock, "none")]
     events: list[Event] = []
@@ -47,7 +47,7 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one trace of all ranks, by the clocks of their hosts; time 0 is the start of the first trace."""
+    """Join the traces of all ranks to one, by the clocks of their hosts; time 0 is the start of the first trace."""
     first = traces[0]["otherData"]
     events: list[Event] = []
     end_s = 0.0
@@ -163,7 +163,10 @@ def _sample(pid: int, tid: int, life: Life, held: list[tuple[float, float]], bas
 
 
 def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[float, float]]:
-    """Return spans in which samples with KV get no tokens: the engine is stopped, or its manager is in another phase."""
+    """Return (start, end) of the spans in which samples with KV get no tokens.
+
+    In these spans the engine does not run, or the manager is in a phase other than generating.
+    """
     found = [(span.start, span.end) for span in around if span.args.get("phase") not in (None, "generate")]
     for (time, state), (until, _) in zip(log.states, [*log.states[1:], (end, "")], strict=True):
         if state != "running":
@@ -180,7 +183,7 @@ def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[floa
 def _without(
     state: str, start: float, end: float, held: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Split a state; parts inside `held` become `HELD`. A queued sample stays in the state waiting."""
+    """Split the span of a state; parts inside `held` become `HELD`. The state of a queued sample is not split."""
     if end <= start:
         return
     if state in (PREFILL, DECODE):
@@ -217,11 +220,11 @@ def _slice(
 
 
 Interval = tuple[str, float, float]
-"""(name, start, end), in seconds since the start of the trace."""
+"""A (name, start, end), in seconds since the start of the trace."""
 
 
 class TracedSample(NamedTuple):
-    """A sample of a trace; `rollout.observe.recorder` lists its states."""
+    """A sample in a trace; `rollout.observe.recorder` lists the possible states."""
 
     request: int
     sample: int
@@ -232,7 +235,7 @@ class TracedSample(NamedTuple):
 
 @dataclass
 class TracedEngine:
-    """The samples and control calls of one engine of a trace."""
+    """The samples and control calls of one engine in a trace."""
 
     name: str = ""
     samples: list[TracedSample] = field(default_factory=list)
@@ -247,7 +250,7 @@ class ReadTrace(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> ReadTrace:
-    """Read a trace file; `ConfigError` names one that is missing, damaged or not a trace of this package."""
+    """Read a trace file; `ConfigError` if it is missing, damaged or not a trace from this package."""
     try:
         data = Path(path).read_bytes()
         trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)

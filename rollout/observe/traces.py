@@ -17,17 +17,18 @@ from rollout.observe.timeline import merged, timeline, write
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Write a timeline of a `with` block, even after an exception, for Perfetto and Chrome.
 
-    It covers all engines of this process, with or without a manager or `LLM`. With torch.distributed on several ranks each
-    rank writes its own file, with `.rank<number>` before the suffix; `RolloutManager.trace` writes one for all.
+    The timeline covers all engines of this process, with or without a manager or `LLM`. With torch.distributed on several
+    ranks, each rank writes its own file, with `.rank<number>` before the suffix. `RolloutManager.trace` writes one file for
+    all ranks.
 
     Args:
-        path: `.json`, or `.json.gz`; an existing file is replaced.
+        path: a `.json` or `.json.gz` file; an existing file is replaced.
 
     Returns:
-        A context manager; its value is the file that will be written.
+        A context manager whose value is the path of the file that will be written.
 
     Raises:
-        EngineStateError: a trace is being recorded already.
+        EngineStateError: a trace is already being recorded.
         ConfigError: the folder does not exist, or the file cannot be written.
     """
     return traced(_own_path(Path(path)), None)
@@ -35,7 +36,12 @@ def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 @contextmanager
 def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[bytes] | None] | None) -> Iterator[Path]:
-    """Implement `RolloutManager.trace`. `gather`: method of the manager's `Backend`; None: the path is this rank's."""
+    """Implement `RolloutManager.trace`.
+
+    Args:
+        path: see `RolloutManager.trace`.
+        gather: the method `Backend.gather` of the manager's backend; None: `path` is already this rank's own file.
+    """
     target = Path(path)
     own = target if gather is None else _own_path(target)
     every: list[bytes] | None = []
@@ -67,7 +73,7 @@ def _own_path(path: Path) -> Path:
 
 
 def _checked(path: Path) -> str:
-    """Check the path before the block; otherwise a bad path would lose the trace."""
+    """Check the path before the block, so that a bad path cannot lose the trace; return the path as a string."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir():

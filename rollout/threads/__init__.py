@@ -1,1 +1,1 @@
-"""Thread utilities: event loop on a thread, deferred Ctrl-C, fair lock, FIFO turns."""
+"""Thread utilities: an event loop on a thread, deferred Ctrl-C, a fair lock, and turns in order of arrival."""

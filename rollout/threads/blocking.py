@@ -1,6 +1,7 @@
-"""Methods derived from another class's methods, with the same signature and docstring: called on a part, a thread or a loop.
+"""Methods that forward to a method of a part of the object, with the same signature and docstring.
 
-A part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`.
+The part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`. The call runs on the caller's
+thread, on another thread, or on an event loop.
 
 class Control:  def load(self, folder): ...                      blocks
 class Async:    load = threaded("control", Control.load)         await it; the caller's loop continues
@@ -26,7 +27,10 @@ T = TypeVar("T")
 
 
 def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Return a method that calls `verb` of a part; a coroutine method if `verb` is a coroutine function."""
+    """Return a method that forwards to the method `verb` of the part named `part`.
+
+    It is a coroutine method if `verb` is a coroutine function.
+    """
     find = attrgetter(part)
 
     @wraps(verb)
@@ -44,7 +48,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 def blocking(
     part: str, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 ) -> Callable[Concatenate[Any, P], T]:
-    """Return a method that runs the async `verb` of a part by `self._run`, which waits for the result."""
+    """Return a method that calls the part's async method `verb` and waits for the result by `self._run`."""
 
     @wraps(verb)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,7 +61,7 @@ def blocking(
 def threaded(
     part: str, verb: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a coroutine method that calls the blocking `verb` of a part by `on_thread`."""
+    """Return a coroutine method that calls the part's blocking method `verb` by `on_thread`."""
 
     @wraps(verb)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +71,7 @@ def threaded(
 
 
 def read(part: str, getter: Callable[[Any], T]) -> T:
-    """Return a property with the name and value of the property `getter` of a part."""
+    """Return a property with the name and value of the part's property `getter`."""
     find, source = attrgetter(part), cast("Any", getter).fget
 
     @wraps(source)
@@ -81,7 +85,7 @@ def read(part: str, getter: Callable[[Any], T]) -> T:
 async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a blocking function on a thread, with the caller's CUDA stream.
 
-    A cancelled caller waits until the call returns, so that it knows the outcome.
+    If the caller is cancelled, the cancellation takes effect only after the function has returned.
     """
     stream = _current_stream()
 

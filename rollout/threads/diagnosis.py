@@ -1,6 +1,6 @@
 """A report of everything in this process that can hang: engines, managers, connections, coordinator, threads.
 
-Every `DeadlineError` carries it as a note. Reading takes no lock, because the holder of a lock may be what hangs.
+Every `DeadlineError` has the report as a note. Building the report takes no lock, because a lock's holder may be what hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from rollout.errors import DeadlineError
 
 FRAMES = 8
-"""Innermost frames shown of each thread."""
+"""The number of innermost frames that are shown for each thread."""
 _STDERR = 2
 
 
@@ -33,7 +33,8 @@ def watch(watched: Any) -> None:
     """Include an object in every report from now on, as long as it lives.
 
     Args:
-        watched: its `describe_state()` returns lines of text, details indented. It must take no lock; it may raise.
+        watched: an object with a method `describe_state()`, which returns lines of text, with details indented. The method
+            must not take a lock; it may raise.
     """
     number = next(_numbers)
     _watched[number] = weakref.ref(watched, lambda _: _watched.pop(number, None))
@@ -58,7 +59,7 @@ DeadlineError.note = staticmethod(lambda: report() if _watched else "")
 
 
 def thread_name(ident: int | None) -> str:
-    """Return the quoted name of a thread of this process; `no thread` for None."""
+    """Return the quoted name of one of this process's threads; `no thread` for None."""
     if ident is None:
         return "no thread"
     return next((repr(each.name) for each in threading.enumerate() if each.ident == ident), f"thread {ident}")
@@ -76,9 +77,9 @@ def thread_lines() -> Iterator[str]:
 
 
 def answer_signal() -> None:
-    """Write the stacks of all threads to stderr at every SIGUSR1, unless the program handles or ignores it.
+    """Write the stacks of all threads to stderr at every SIGUSR1, unless the program handles or ignores this signal.
 
-    The process continues, and its forked children answer too. It works even if the main thread is stuck in C.
+    The process continues, and its forked children answer too. This works even if the main thread is stuck in C code.
     """
     number = getattr(signal, "SIGUSR1", None)
     if number is not None and signal.getsignal(number) is signal.SIG_DFL:

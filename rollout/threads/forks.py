@@ -1,7 +1,7 @@
-"""Resources that a forked child closes.
+"""Resources that a forked child must close.
 
-Other processes notice the end of this one only when the last copy of a socket is closed.
-A worker of a data loader or of a process pool is forked with all sockets open, and may outlive this process.
+Other processes notice that this process has ended only when the last copy of a socket is closed. A worker of a data loader
+or process pool is forked with all sockets open, and may outlive this process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _acts: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
 
 def in_child(owner: T, act: Callable[[T], object]) -> None:
-    """Call `act(owner)` in every child that is forked while `owner` lives; an `OSError` or `ValueError` is ignored."""
+    """Call `act(owner)` in every child that is forked while `owner` exists; an `OSError` or `ValueError` is ignored."""
     _acts[owner] = act
 
 
 def close_connections(url: str) -> None:
-    """Close this process's TCP sockets that listen at, or are connected to, the host (an address) and port of a URL."""
+    """Close this process's TCP sockets that listen at, or are connected to, a URL's host (an IP address) and port."""
     parts = urlsplit(url)
     place = _place(parts.hostname or "", parts.port)
     for number in map(int, os.listdir("/dev/fd")):
@@ -46,7 +46,7 @@ def _ends(connection: socket.socket) -> list[tuple[str, int]]:
 
 
 def _place(host: str, port: int | None) -> tuple[str, int]:
-    """Return host and port; the names of the loopback device and of all interfaces become equal."""
+    """Return (host, port), with one common host for all names of the loopback device and of "all interfaces"."""
     local = host in ("localhost", "::", "::1", "0.0.0.0", "*") or host.startswith("127.")
     return "local" if local else host, port or 0
 

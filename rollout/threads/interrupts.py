@@ -18,8 +18,9 @@ class _Deferral:
 
     Attributes:
         presses: number of Ctrl-C presses since the block began.
-        waiting: presses that wait for the end of the block.
-        shielded: whether further presses also wait; `wholly`: even inside `interruptible()`.
+        waiting: number of presses that wait for the end of the block.
+        shielded: whether further presses also wait.
+        wholly: whether further presses wait even inside `interruptible()`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -68,10 +69,10 @@ def interrupt_pending() -> bool:
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Delay a Ctrl-C to the end of the block; a second Ctrl-C takes effect at once.
+    """Delay Ctrl-C until the end of the block; a second Ctrl-C takes effect at once.
 
-    The installed handler is called, only later. No-op outside the main thread (Python interrupts only that one), without a
-    Python handler of Ctrl-C, and nested in another such block.
+    The installed handler still runs, only later. The block has no effect outside the main thread (the only thread that
+    Python interrupts), without a Python handler for Ctrl-C, and inside another such block.
     """
     handler = signal.getsignal(signal.SIGINT) if _thread.deferral is None and _on_main_thread() else None
     if not callable(handler):
@@ -92,10 +93,10 @@ def interrupt_deferred() -> Iterator[None]:
 
 
 def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
-    """Delay every Ctrl-C to the end of a block that must not be interrupted.
+    """Delay every Ctrl-C until the end of a block that must not be interrupted.
 
-    Inside it, a second Ctrl-C takes effect in `interruptible()`, unless `wholly`. No-op under the same conditions as
-    `interrupt_deferred()`.
+    Unless `wholly` is set, a second Ctrl-C takes effect in an `interruptible()` inside the block. The block has no effect
+    outside the main thread or without a Python handler for Ctrl-C.
     """
     # Do nothing in a nested block: a step has dozens of these blocks, nested in each other.
     deferral = _thread.deferral
@@ -119,7 +120,7 @@ def _shielded(wholly: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Let a second Ctrl-C, even if deferred, interrupt long work inside `uninterrupted()`. `first`: even the first."""
+    """Let a second Ctrl-C, even an earlier one, interrupt long work inside `uninterrupted()`. `first`: also the first."""
     deferral = _thread.deferral
     if deferral is None or deferral.wholly:
         yield

@@ -12,17 +12,18 @@ from rollout.threads.diagnosis import thread_name
 from rollout.threads.interrupts import interruptible, uninterrupted
 
 POLL_S = 0.1
-"""The interval of checks for a second Ctrl-C while waiting, in seconds."""
+"""The seconds between two checks for a second Ctrl-C while a thread waits for a lock."""
 
 
 class FairLock:
-    """A reentrant lock. A waiting thread gets it before its last holder can reacquire it.
+    """A reentrant lock that a waiting thread gets before the last holder can reacquire it.
 
-    With a plain lock a loop of steps nearly always wins, and another thread's `pause` waits for thousands of steps.
+    With a plain lock, a loop of steps nearly always reacquires it first, and another thread's `pause` waits for thousands of
+    steps.
 
     Attributes:
-        asked: 1 after another thread began to wait, or called `ask`, until the holder calls `heard`; native code of the
-            holder can read it.
+        asked: 1 from the time that another thread begins to wait or calls `ask` until the holder calls `heard`; else 0. The
+            holder's native code can read it.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,11 @@ class FairLock:
         self.asked = ctypes.c_int32(0)
 
     def ask(self) -> None:
-        """Ask the holder to finish soon, although no thread waits for the lock. Any thread may call this."""
+        """Ask the holder to release the lock soon, although no thread waits for it. Any thread may call this method."""
         self.asked.value = 1
 
     def heard(self) -> None:
-        """Acknowledge earlier calls of `ask`; a waiting thread keeps the lock `wanted`."""
+        """Acknowledge earlier calls of `ask`. If a thread waits, `wanted` stays True."""
         self.asked.value = 0
 
     @property
@@ -82,19 +83,19 @@ class FairLock:
 
 
 def _acquire(lock: threading.Lock) -> None:
-    """Wait for a lock; a second Ctrl-C interrupts the wait, but never after the lock was taken."""
+    """Wait for a lock. A second Ctrl-C interrupts the wait, but never once the lock has been acquired."""
     while not lock.acquire(timeout=POLL_S):
         with interruptible():
             pass
 
 
 class Turns:
-    """The queue of threads that run requests of one engine to completion, because they would take each other's results.
+    """A queue of threads that run requests to completion with one engine; together they would take each other's results.
 
-    A turn ends with its `with` block, even if that raises, and waiting can be interrupted.
+    A turn ends with the `with` block, even if the block raises. Ctrl-C interrupts a waiting thread.
 
     Args:
-        check: called before each turn; it may raise.
+        check: function that is called before each turn; it may raise.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:

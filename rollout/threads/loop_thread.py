@@ -36,14 +36,15 @@ class LoopThread:
         self._thread.start()
 
     def run_sync(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine on the loop and wait for its result, from a thread that is not the loop's.
+        """Run a coroutine on the loop and wait for its result. The caller must not be on the loop's own thread.
 
         Args:
-            timeout_s: deadline in seconds, after which the coroutine is cancelled. None: the coroutine has its own.
+            timeout_s: seconds after which the coroutine is cancelled. None: never, because it has its own deadline.
 
         Raises:
-            DeadlineError: the coroutine took longer.
-            RuntimeError: called on the loop itself, which would deadlock; or the loop is or gets closed.
+            DeadlineError: the coroutine took longer than `timeout_s`.
+            RuntimeError: the caller is on the loop itself, where waiting would deadlock; or the loop is closed before the
+                coroutine has finished.
         """
         try:
             self.refuse_inside("run_sync()")
@@ -68,12 +69,12 @@ class LoopThread:
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
 
     def refuse_inside(self, what: str) -> None:
-        """Raise `RuntimeError` if called on the loop itself, where waiting would deadlock."""
+        """Raise `RuntimeError` if the caller is on the loop itself, where waiting would deadlock. `what`: the call."""
         if self.inside:
             self._refuse(what)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop from any thread. Closing the loop cancels its future."""
+        """Start a coroutine on the loop from any thread; return its future, which closing the loop cancels."""
         with self._handing_over:
             if self._closed:
                 coroutine.close()
@@ -88,7 +89,10 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all tasks of the loop and stop its thread, within `timeout_s` if that is not None. Idempotent."""
+        """Cancel all tasks on the loop and stop the thread; wait at most `timeout_s` seconds for it (None: no limit).
+
+        Idempotent.
+        """
         self.refuse_inside("close()")
         with self._handing_over:
             if not self._closed:
