@@ -1,1 +1,1 @@
-"""Several ranks of one job: messages, connections, client, worker, coordinator, and the parts of one rank."""
+"""The parts of a job on several ranks: messages, connections, client, worker, coordinator, and one rank's membership."""

@@ -39,8 +39,8 @@ class LLMControl:
     Args:
         engine: this rank's engine.
         loop: the LLM's private event loop.
-        gathering: gathers sharded weights.
-        service: computes the LLM's requests; an `EngineService` if the LLM has a coordinator.
+        gathering: gathers sharded weights before steps.
+        service: the backend that computes the LLM's requests; an `EngineService` if the LLM has a coordinator.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class LLMControl:
 
         Raises:
             ConfigError: the folder does not fit the model, or `version` is too low. No weight was changed.
-            ControlError: with several ranks: the folder does not fit or is missing on some; the message names them.
+            ControlError: the folder does not fit or is missing on some of several ranks; the message names them.
             RuntimeError: this rank is not primary.
         """
         self.refuse_in_group("load_weights")

@@ -182,7 +182,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def coordinator_address(self) -> str | None:
-        """`tcp://host:port` of the coordinator; None in direct mode."""
+        """The coordinator's address, `tcp://host:port`; None in direct mode."""
         return self._service.member.coordinator.address if isinstance(self._service, EngineService) else None
 
     @property
@@ -211,8 +211,8 @@ class AsyncLLM(LLMRequests):
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this rank accepts requests: every rank in direct mode, rank 0 with a coordinator, the first rank of a
-        tensor-parallel group."""
+        """Whether this rank accepts requests. In direct mode every rank does, with a coordinator only rank 0, and in a
+        tensor-parallel group only the group's first rank."""
         return self._service.is_primary
 
     @property
@@ -286,7 +286,7 @@ class LLM:
         ConfigError: coordinator options were given without `use_coordinator`, or host or port together with
             `coordinator_config`.
         UnsupportedModelError: the engine cannot sample from the model as it is; the message gives the reason.
-        DeadlineError: the other ranks did not build their LLM in time.
+        DeadlineError: this rank could not reach the coordinator, which rank 0 starts, in time.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ class EngineService(JobRequests):
         over: a future that is done when the engine's thread has finished. If the engine died, the future has the error.
 
     Raises:
-        DeadlineError: the other ranks did not build their LLM in time.
+        DeadlineError: this rank could not reach the coordinator, which rank 0 starts, in time.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, coordinator: CoordinatorConfig) -> None:

@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP server over one `LLM`."""
+"""An OpenAI-compatible HTTP server in front of one `LLM`."""

@@ -54,7 +54,7 @@ class Serving:
     samples: int = 0
     """The number of open samples, including samples whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Reply id, as the client has it → ids of the engine requests, for every reply that is being computed."""
+    """The replies that are being computed: reply id, as the client has it → ids of the reply's requests in the LLM."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)

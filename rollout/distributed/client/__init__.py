@@ -1,1 +1,1 @@
-"""Client of a coordinator: submits groups, collects their tokens, sends control calls."""
+"""The client of a coordinator, which submits groups, collects their tokens and sends control calls."""

@@ -142,7 +142,7 @@ class InferenceClient:
 
     @property
     def lost(self) -> ConnectionLostError | None:
-        """The reason for the loss of the connection; None while it is alive."""
+        """The error with which the connection was lost; None while it is alive or before `start`."""
         return self._session.error
 
     @property
@@ -254,11 +254,14 @@ class InferenceClient:
         await self._control(ControlSignal.RESUME.value, None, timeout_s)
 
     async def stop_engines(self, timeout_s: float | None = None) -> None:
-        """Stop every paused or suspended engine; unfinished requests fail."""
+        """Stop every paused or suspended engine. Unfinished requests fail with `RequestAbortedError`."""
         await self._control(ControlSignal.STOP.value, None, timeout_s)
 
     async def set_policy_version(self, version: int, timeout_s: float | None = None) -> None:
-        """Set the policy version of every engine's weights; `ConfigError` unless it is an integer in [0, 2**63)."""
+        """Announce changed weights with this policy version to every engine. Raises the same errors as `pause_engines`.
+
+        A version that is not an integer in [0, 2**63) raises `ConfigError`.
+        """
         if type(version) is not int or not 0 <= version < 2**63:
             raise ConfigError(f"version={version!r}: must be an integer in [0, 2**63)")
         await self._control(SET_VERSION, version, timeout_s)

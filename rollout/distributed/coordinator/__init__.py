@@ -1,1 +1,1 @@
-"""The coordinator's process: socket, launch, schedule file, tokenizer threads. Never imports the engine."""
+"""The coordinator's process: socket, launch, schedule file and tokenizer threads. It never imports the engine."""

@@ -1,1 +1,1 @@
-"""Messages between client, coordinator and rank, their frames, and the columns that transport tokens."""
+"""The messages between clients, coordinator and ranks, their frames, and the columns that carry tokens."""

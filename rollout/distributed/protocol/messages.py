@@ -30,7 +30,7 @@ class Submit(Message):
     prompt: wire.Prompt
     n: wire.Count
     params: wire.Blob
-    """msgpack of `SamplingParams.serialize()`."""
+    """The sampling parameters: `SamplingParams.serialize()` as msgpack."""
     seed: wire.OptionalCount = None
     """The seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
     priority: wire.Priority = 0

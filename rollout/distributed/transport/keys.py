@@ -28,7 +28,7 @@ ZAP_DOMAIN = b"rollout"
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """The CURVE keys of one job, each a text of 40 z85 characters.
+    """The CURVE keys of one job, each as 40 z85 characters in bytes.
 
     Raises:
         ConfigError: a key is malformed, or a public key does not match its secret key.
@@ -120,7 +120,7 @@ class Gatekeeper:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host can be reached only from this machine: a loopback address, or the name `localhost`."""
+    """Return whether a host is reachable only from this machine: it is a loopback address, or the name `localhost`."""
     if host == "localhost":
         return True
     try:

@@ -1,1 +1,1 @@
-"""Connects one engine to a coordinator."""
+"""The worker of one rank, which connects the rank's engine to a coordinator."""

@@ -1,8 +1,8 @@
 """Renders a conversation to prompt token ids through the tokenizer's chat template.
 
-Token ids sent back with earlier replies are reused as a prefix of the prompt, as far as their digests match (`earlier_ids`);
-text after the first difference is tokenised. Ambiguous cases raise an error. Thread-safe: the tokenizer is a copy, whose
-settings a trainer cannot change.
+A client may send back the token ids of earlier replies. They are reused as a prefix of the prompt, up to the last reply
+whose digests match (`earlier_ids`); the text after that reply is tokenised. Ambiguous cases raise an error. Thread-safe: the
+tokenizer is a copy, whose settings a trainer cannot change.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ class EarlierReply:
     index: int
     """The index of the reply's message in the conversation."""
     prompt_token_ids: list[int]
-    """Token ids of the prompt that the reply answered."""
+    """The token ids of the prompt that the reply answered."""
     token_ids: list[int]
-    """Generated token ids of the reply, including the token that ended it, if any."""
+    """The generated token ids of the reply, including the token that ended it, if any."""
 
 
 def latest_reply(

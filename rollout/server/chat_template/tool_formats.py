@@ -20,9 +20,9 @@ class ToolFormat:
 
     name: str
     signs: tuple[str, ...]
-    """Texts that every template of this family contains."""
+    """The texts that every template of this family contains."""
     foreign: tuple[str, ...] = ()
-    """Texts that no template of this family contains."""
+    """The texts that no template of this family contains."""
     marker: str
     """The text that introduces a tool call."""
     bare: str = ""
@@ -114,7 +114,7 @@ def _json_call(value: Any) -> Call:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    """Raise for `NaN` and `Infinity`, which Python's decoder accepts."""
+    """Raise `ValueError` for `NaN` and `Infinity`, which Python's JSON decoder would accept."""
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -177,7 +177,7 @@ FORMATS = (HERMES, LLAMA3, QWEN_XML, GLM)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """Return the tool-call format of a chat template, or None if it is none of `FORMATS`."""
+    """Return the tool-call format of a chat template, or None if the template uses none of `FORMATS`."""
     for known in FORMATS:
         if template and all(s in template for s in known.signs) and not any(f in template for f in known.foreign):
             return known

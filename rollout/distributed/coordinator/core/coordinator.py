@@ -6,7 +6,6 @@
      ├ Dispatcher ─ Router     queue samples and choose a rank for each
      └ ControlPlane, Barriers  control calls to all engines; barriers of the ranks' training loops
 
-
 - An accepted request ends once: with an outcome for each of its samples, or with one error that names the request.
 - Samples of a lost rank return to their old place in the queue and continue from the last tokens received.
 - A rank's report about an assignment that it no longer has is ignored. A malformed report ends the rank's session.

@@ -18,7 +18,7 @@ SAMPLE_BYTES = 128
 """The size, in bytes, counted per sample of a stretch in addition to its buffers. It also bounds the number of samples in an
 `Update`."""
 MAX_ERROR_CHARACTERS = 2000
-"""The maximum number of characters of an error text sent to a peer. Without it a text could quote megabytes of input."""
+"""The maximum number of characters of an error text sent to a peer. Without it, the text could quote megabytes of input."""
 
 
 class Peers:
@@ -28,7 +28,7 @@ class Peers:
         self.clients: dict[bytes, ClientPeer] = {}
         self.ranks: dict[bytes, RankPeer] = {}
         self.by_name: dict[str, RankPeer] = {}
-        """Ranks by name."""
+        """The sessions of the connected ranks, by rank name."""
         self._outbox: list[tuple[bytes, int, Message]] = []
         self._with_stretches: dict[bytes, ClientPeer] = {}
         self._said_to: list[Peer] = []

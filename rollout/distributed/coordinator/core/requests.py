@@ -20,7 +20,7 @@ MAX_SAMPLES = 1 << 13
 """The maximum number of samples in a group. Handling such a group with known tokens for each sample takes some tens of
 milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
-"""The maximum size of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
+"""The maximum size, in bytes, of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
 
 
