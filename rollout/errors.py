@@ -95,7 +95,7 @@ class RequestTimeoutError(RequestError, TimeoutError):
 
 
 class RankLostError(RequestError):
-    """The error of a request whose rank died several times, possibly because of the request; it is not assigned again."""
+    """The error of a request that several ranks were computing when they died. It may be the cause, so it is not retried."""
 
 
 class QueueFullError(RequestError):

@@ -74,18 +74,18 @@ class PrefixCachingEvictionPolicy(StrEnum):
     """The rule that decides when an unreferenced KV block is evicted from the prefix cache."""
 
     LRU = "lru"
-    """Evict when memory is needed, the least recently used block first."""
+    """Blocks are evicted when memory is needed, the least recently used block first."""
     REF_ZERO = "ref_zero"
-    """Evict when the last reference is released."""
+    """A block is evicted when its last reference is released."""
 
 
 class PrefixCachingCoordinatorPolicy(StrEnum):
     """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """The rank with the highest score, computed from its cached leading blocks of the prompt and its free slots."""
+    """The rank with the highest score, which adds up cached leading blocks of the prompt and free slots."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """The rank with the highest score, of whose cached blocks only the prompt's first block counts."""
+    """The rank with the highest score, where only the first block of the prompt counts as cached."""
     LOAD_BALANCED = "load_balanced"
     """The rank with the largest share of free slots; for equal shares, the rank with the lowest name."""
     ROUND_ROBIN = "round_robin"

@@ -48,7 +48,7 @@ class RankFile:
         return bool(self._all())
 
     def write(self, manager: RolloutManager) -> None:
-        """Save the rollout's state, which does not change; remove files with this stem from jobs of another size."""
+        """Save the rollout's state without changing it; remove files with this stem that jobs of another size have left."""
         fields = {"policy_version": manager.policy_version, "state": manager.state_dict()}
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")

@@ -246,7 +246,7 @@ class TrlAttachment:
         return scored
 
     def _without_failed(self, rewards_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap the reward function to return NaN for failed rows, which excludes them from the group's mean and gradient."""
+        """Wrap the reward function to return NaN for failed rows, so that they are not in the mean and have advantage 0."""
 
         def calculate(*args: Any, **kwargs: Any) -> Tensor:
             rewards = rewards_of(*args, **kwargs)

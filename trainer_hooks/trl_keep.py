@@ -130,7 +130,7 @@ class FullBatches:
 
 
 def check_keep(trainer: Any) -> None:
-    """Check that batches of a GRPOTrainer can be filled.
+    """Check that a GRPOTrainer's batches can be filled with other groups.
 
     Raises:
         ConfigError: an option prevents it; the message names the option.

@@ -108,7 +108,7 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
 
 
 class Generation:
-    """The groups in flight of one manager."""
+    """The manager's `generate`, `submit` and `as_completed`."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -127,7 +127,7 @@ class Generation:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> RolloutBatch:
-        """Sample completions; blocks until they are done.
+        """Sample completions; block until they are done.
 
         On several ranks every rank calls `generate`, with its own prompts or with `[]`, and all ranks return together: a
         rank that finishes early computes for the others. If it raises on one rank, the others wait until that rank calls
@@ -200,7 +200,7 @@ class Generation:
         metadata: Sequence[Any] | None = None,
         **fields: Any,
     ) -> list[int]:
-        """Queue prompts for the next `generate` or `as_completed`; returns their group ids.
+        """Queue prompts for the next `generate` or `as_completed`; return their group ids.
 
         Prompts whose completions were long in earlier calls start first, because a batch ends with its longest sample.
 

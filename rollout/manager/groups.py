@@ -198,7 +198,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Give groups that `submitted` returned, but that were not used, back to the journal, in their original order."""
+        """Give unused groups back, in their original order, so that `submitted` returns them again."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

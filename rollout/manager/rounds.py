@@ -54,7 +54,7 @@ class StalenessPacer:
         self._version = version
 
     def too_old(self, groups: Groups, staleness: Iterable[tuple[int | None, int]], version: int) -> set[int]:
-        """Return the ids of unfinished groups that would be too old after the next round, so must finish in this call.
+        """Return the ids of unfinished groups that must finish in this call, because after a round they would be too old.
 
         Args:
             groups: the groups in flight, with the samples received so far.
@@ -311,7 +311,10 @@ def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True)
 
 
 def most_discarded(groups: int | None, asked: int | None) -> float:
-    """Return the number of groups that a call may discard: `asked`; None: four times `groups`, or no limit without it."""
+    """Return the number of groups that a call may discard.
+
+    This is `asked`. If `asked` is None, it is four times `groups`, or unlimited if `groups` is None too.
+    """
     check_count("max_discarded", asked, 0)
     return (math.inf if groups is None else MOST_DISCARDED * groups) if asked is None else asked
 

@@ -24,7 +24,11 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 
 def rewards_differ(group: Sequence[Any]) -> bool:
-    """Return whether a group's successful episodes or `ScoredSample`s have different rewards, as GRPO needs. A `keep`."""
+    """Return whether a group has different rewards, as GRPO needs; meant as the argument `keep`.
+
+    Args:
+        group: `ScoredSample`s or episodes of one group; failed ones are ignored.
+    """
     return len({each.reward for each in group if each.error is None}) > 1
 
 
@@ -203,7 +207,7 @@ class Scoring:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> ScoredBatch:
-        """Sample and score groups until `groups` of them are worth training on (DAPO's dynamic sampling); blocks until then.
+        """Sample and score groups; block until `groups` of them are worth training on (DAPO's dynamic sampling).
 
         A group is scored as soon as its last sample finishes, while others are still sampled. A group that `keep` rejects
         is discarded, and another prompt starts in its place. On several ranks every rank calls it, as for `generate`.

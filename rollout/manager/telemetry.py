@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 NEWEST = 8192
-"""The number of values from which percentiles are computed: the newest values of an interval."""
+"""The number of newest values in an interval from which percentiles are computed."""
 
 
 class _Summary:

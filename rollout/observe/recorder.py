@@ -243,7 +243,13 @@ class TraceRecorder:
             self.spans.append(span)
 
     def phase(self, of: object, phase: str | None, before: str | None) -> None:
-        """Record that `of` moves from the phase `before` to another phase; the earlier phase becomes a span."""
+        """Record that `of`, such as a manager, enters `phase`; the phase that it leaves becomes a span.
+
+        Args:
+            of: key of the object whose phases are recorded.
+            phase: the new phase; None: no phase.
+            before: the phase that `of` leaves, if the trace has recorded no phase of it yet.
+        """
         now = self.clock()
         name, since = self._phases.get(of, (before, self.started))
         if name == phase:

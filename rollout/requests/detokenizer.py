@@ -18,7 +18,7 @@ WINDOW = 16
 """The maximum number of tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
-"""The number of tokens kept when the window moves. Each has at least one byte, so 4 have a whole UTF-8 character."""
+"""The number of tokens kept when the window moves. Each has at least one byte, and a UTF-8 character at most 4."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

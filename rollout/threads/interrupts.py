@@ -41,7 +41,7 @@ class _Deferral:
 
     @contextmanager
     def changed(self, *, waiting: int, shielded: bool, wholly: bool = False) -> Iterator[None]:
-        """Set these attributes inside the block."""
+        """Set the attributes `waiting`, `shielded` and `wholly` inside the block."""
         before = self.waiting, self.shielded, self.wholly
         self.waiting, self.shielded, self.wholly = waiting, shielded, wholly
         try:

@@ -38,7 +38,7 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
 
     def without(self, rows: Tensor) -> KeptSets:
-        """Return the sets with the rows marked in `rows`, bool [N], emptied."""
+        """Return the sets without the sets of the rows that `rows`, bool [N], marks."""
         kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 

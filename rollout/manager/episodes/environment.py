@@ -17,7 +17,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer of an environment to a completion."""
+    """An environment's answer to a completion."""
 
     observation: str | Sequence[int] = ()
     """The text or token ids appended to the history after the completion, as context that is never trained on. Text is
@@ -39,7 +39,7 @@ class Environment(Protocol):
         """Begin the episode; return the first prompt."""
 
     def step(self, turn: DynamicInferenceRequest) -> StepResult | Awaitable[StepResult]:
-        """Answer a completion: `turn.generated_tokens` and `turn.generated_text`."""
+        """Answer a completion, which is in `turn.generated_tokens` and `turn.generated_text`."""
 
 
 Play = Callable[[Episode], Awaitable[float]]
@@ -53,7 +53,7 @@ class BrokenEnvironmentError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTask:
-    """A task with its environment."""
+    """A task with the environment that plays it."""
 
     environment: EnvironmentFactory | Play
     task: Any

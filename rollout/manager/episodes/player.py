@@ -38,7 +38,7 @@ _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default
 
 
 class EpisodePlayer:
-    """The episode groups in flight of one manager.
+    """The player of one manager's episode groups.
 
     Attributes:
         unfinished: the ids of groups with unfinished episodes.
@@ -79,7 +79,7 @@ class EpisodePlayer:
     # --- methods for the stepping thread --------------------------------------------------------------------------
 
     def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
-        """Start n episodes of a task; returns the group id."""
+        """Start n episodes of a task; return the group id. `timeout_s`: playing time in seconds; None: no deadline."""
         number = self.next_number
         self.next_number += 1
         seed = self._seed if params.seed is None else params.seed
