@@ -266,7 +266,7 @@ class CommandAck(Message):
 
 @message(43, "coordinator → client")
 class ControlDone(Message):
-    """The result of a control call."""
+    """The reply to a control call, sent when every engine has answered or the call's deadline has passed."""
 
     call_id: wire.Count
     error: wire.OptionalText = None
