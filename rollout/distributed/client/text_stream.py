@@ -51,8 +51,8 @@ class TextDelta:
 class GroupText:
     """A builder of the text deltas of one group.
 
-    If the engine's final text does not begin with the emitted text, the last delta is marked as `restarted` and contains
-    the whole sample with the engine's text.
+    If the engine's final text does not begin with the emitted text, the last delta is marked as `restarted`. It then
+    contains the whole sample, with the engine's text.
 
     Args:
         params: the group's sampling parameters.

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
-"""The result of a job: the token ids of a text (an int32 array), an exception if the text cannot be tokenised, or a list
-with the text of each completion (None if it cannot be decoded)."""
+"""The result of a job. Tokenisation: the token ids (an int32 array), or an exception. Detokenisation: a list with the text
+of each completion, or None for a completion that cannot be decoded."""
 
 
 class TextCodec:

@@ -209,8 +209,9 @@ class Refused(Message):
     """The rejection of a frame. The sender's other requests are unaffected, unless `over` is set."""
 
     code: wire.Name
-    """The reason: `malformed` or `not_yours`. If `over` is set, it is a code in `TRY_AGAIN` or one of the final codes
-    `malformed`, `version`, `too_long`, `stopping` and `replaced` (another process registered under the same name)."""
+    """The reason: `malformed` or `not_yours`. If `over` is set, it is a code in `TRY_AGAIN` or a final code: `malformed`,
+    `version`, `too_long`, `stopping`, or `replaced`. `replaced` means that another process has registered under the same
+    name."""
     text: wire.Text
     over: wire.Flag
     """Whether the session has ended. A new session needs a new handshake."""
