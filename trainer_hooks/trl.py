@@ -195,7 +195,7 @@ class TrlAttachment:
         self._full = full
 
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
-        """Make TRL compute log-probs over prefix trees or kept tokens, and with the routes that the rollout records.
+        """Make TRL compute log-probs over prefix trees, kept tokens, or both, with the routes that the rollout records.
 
         Args:
             trees: whether log-probs are computed over prefix trees.

@@ -154,8 +154,8 @@ class RunLoop:
             call: name of the manager method that is running, for messages.
             progress: whether to show a progress bar; None: only on a terminal, and only after `BAR_AFTER_S`.
             timeout_s: upper bound on the duration, in seconds; None: no bound.
-            alone: return as soon as the goal is reached, without stepping for other ranks. The engine then checks first
-                whether the model has changed, because the caller did not call `Rounds.follow_model`.
+            alone: return as soon as the goal is reached, without stepping for other ranks. The engine then first checks
+                whether the model has changed, because the caller may have used the model since `Rounds.follow_model`.
             patient: keep waiting while environments have nothing to sample.
 
         Raises:

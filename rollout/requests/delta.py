@@ -92,25 +92,25 @@ class SampleDelta:
     prompt_version: int = 0
     """The policy version under which the prompt was admitted."""
     ttft: float | None = _column("seconds", float, int, join=_first)
-    """Seconds from arrival to the first token, if this delta has the first token."""
+    """The seconds from arrival to the first token, if this delta has the first token."""
     top_n: bytes | None = _column("bytes", bytes, join=b"".join)
-    """Top log-probs of each token, packed by `pack_top_n`, if requested."""
+    """The top log-probs of each token, packed by `pack_top_n`, if requested."""
     kept: bytes | None = _column("bytes", bytes, join=b"".join)
-    """Sets that the tokens were drawn from, packed by `pack_kept`, if they are returned."""
+    """The sets that the tokens were drawn from, packed by `pack_kept`, if requested."""
     values: bytes | None = _column("bytes", bytes, join=b"".join)
-    """float32 [count, k], encoded like the log-probs: numbers of the user's function of hidden states, if the engine has
-    one."""
+    """float32 [count, k], encoded like the log-probs: the k numbers per token that `token_values=…` computed, if the engine
+    has such a function."""
     text: str | None = _column("a string", str, join=_last)
     """The text of the whole completion, if it has finished and the engine detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join)
-    """Expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records them.
-    The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
+    """The expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records
+    routes. The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
     outcome: bytes | None = _column("bytes", bytes, join=_last)
-    """Packed `rollout.distributed.protocol.outcome.Outcome`, if the sample has finished."""
+    """The packed `rollout.distributed.protocol.outcome.Outcome`, if the sample has finished."""
     events: bytes | None = _column("bytes", bytes, join=b"".join, outlives_restart=True)
-    """Packed events since the previous delta."""
+    """The events since the previous delta, packed by `pack_events`."""
     num_events: int = 0
-    """The number of events of the sample, including those in `events`."""
+    """The number of the sample's events so far, including the events in `events`."""
 
     @property
     def count(self) -> int:

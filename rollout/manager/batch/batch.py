@@ -294,8 +294,8 @@ class RolloutBatch:
             Scores [N, T] of the part's rows.
 
         Raises:
-            ValueError: a request was truncated and returned no kept tokens, so that its distribution is unknown. Pass
-                `temperature` to avoid this.
+            ValueError: a request was truncated, or shaped by a bias or penalty, and returned no kept tokens, so that its
+                distribution is unknown. Pass `temperature` to avoid this.
             UnsupportedModelError: log-probs cannot be read from the model's head.
         """
         computed, rows = self._part(part)
