@@ -80,7 +80,7 @@ def importance_weights(
                    policy ratio (current against old log-probs), use `cap=math.inf, detach=False`, and clip it in the loss
 
     Args:
-        logprobs: the trainer's log-probs, floating [N, T].
+        logprobs: the trainer's log-probs, floating [N, T], of N rows, the longest of T tokens.
         rollout_logprobs: the sampler's log-probs, floating [N, T].
         mask: bool [N, T], usually `RolloutBatch.response_mask`.
         level: how ρ is aggregated. Unless it is "token", all tokens of a row have the same weight.
@@ -210,8 +210,9 @@ def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
     Distillation of Language Models", https://arxiv.org/abs/2306.13649.
 
     Args:
-        logprobs: the policy's log-probs of the teacher's k most likely tokens, floating [N, T, k]: the `top_logprobs` of
-            `batch.scores_of(model, temperature=1.0, top_k=scores.top_ids)`. Gradients flow to them.
+        logprobs: the policy's log-probs of the teacher's k most likely tokens, floating [N, T, k] for N rows, the longest of
+            T tokens: the `top_logprobs` of `batch.scores_of(model, temperature=1.0, top_k=scores.top_ids)`. Gradients flow
+            to them.
         top_logprobs: the teacher's log-probs of the same tokens, floating [N, T, k], from
             `scores = rollout.score(teacher, batch, temperature=1.0, top_k=k)`.
         mask: bool [N, T], the tokens that count.
@@ -264,7 +265,8 @@ def substitute(logprobs: Tensor, exact: Tensor, mask: Tensor) -> Tensor:
     would round.
 
     Args:
-        logprobs: log-probs from the trainer's forward pass, floating [N, T]; gradients flow to them.
+        logprobs: log-probs from the trainer's forward pass, floating [N, T], of N rows, the longest of T tokens; gradients
+            flow to them.
         exact: log-probs from the sampler with the same weights, floating [N, T]; no gradient flows to them.
         mask: bool [N, T], the tokens that count.
 

@@ -79,8 +79,8 @@ def replay_logprobs(
     temperature, then the set. With the weights that sampled, the result equals `RolloutBatch.logprobs`.
 
     Args:
-        logits: floating [N, T, V] from a forward pass over `input_ids`: column t predicts token t + 1. With `predictors`,
-            [K, V] or a `LogitReader`.
+        logits: floating [N, T, V] from a forward pass over `input_ids` (N rows of T tokens, V logits for each): column t
+            predicts token t + 1. With `predictors`, [K, V] or a `LogitReader`.
         kept: `RolloutBatch.kept_tokens`: (ids, counts). ids, integer [S], are the ids of all sets, row after row and
             ascending in each set. counts, integer [N, T], are the sizes; 0: the token has no set, any token could be drawn.
         input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which does not count for penalties.

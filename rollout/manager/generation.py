@@ -135,18 +135,18 @@ class Generation:
         gathered when all ranks have called `generate`. Calls from several threads run one after another.
 
         Args:
-            prompts: texts, token id sequences, lists of chat messages, or the processor's result for one prompt with images;
-                or the output of one call of the tokenizer, whose padding is dropped by its `attention_mask`.
+            prompts: a list of texts, token id sequences, lists of chat messages, or processor results (one prompt with
+                images each). Or the output of one tokenizer call, from which `attention_mask` removes the padding.
             sampling_params: parameters for all prompts, or one `SamplingParams` per prompt; `n` samples per prompt.
             min_groups: None: return exactly these prompts. A number: return as soon as that many groups (a prompt with its
-                samples) have finished, earlier calls' groups included. The others stay in flight and continue in the next
-                call, under the new weights. With `max_staleness`, `generate` also waits for groups that would be too old
-                after the next updates.
+                samples) have finished, earlier calls' groups included. The other groups stay in flight and continue in the
+                next call, under the new weights. With `max_staleness`, `generate` also waits for groups that would be too
+                old after the next updates.
             metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
-            on_error: `raise`: a failed sample raises `RolloutFailedError`, which carries the whole batch. `mask`: its row
-                is masked and named in `batch.errors`.
+            on_error: `raise`: a failed sample raises `RolloutFailedError`, which has the whole batch. `mask`: the row of a
+                failed sample is masked and named in `batch.errors`.
             progress: whether to show a progress bar. None: only on a terminal, once the call takes more than two seconds.
-            timeout_s: raise after this many seconds; unfinished groups stay in flight.
+            timeout_s: seconds after which `DeadlineError` is raised; unfinished groups stay in flight. None: no limit.
             fields: `SamplingParams` fields for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
 
         Returns:

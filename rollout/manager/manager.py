@@ -50,8 +50,8 @@ class RolloutManager:
 
     Args:
         model: the Hugging Face causal model being trained, bare or wrapped (DDP, torch.compile). If FSDP shards its
-            weights, all ranks build their managers at the same time. FSDP2 may also shard it later: the next `generate`
-            follows.
+            weights, all ranks build their managers at the same time. FSDP2 may also shard the model later; the next
+            `generate` then adapts the engine.
         tokenizer: the model's tokenizer, or the processor of a vision model. None: prompts are token ids, and completions
             have no text.
         config: options of the engine. None: the defaults.
@@ -180,7 +180,7 @@ class RolloutManager:
         In another process: `InferenceClient(manager.coordinator_address, keys=manager.coordinator_keys)`.
 
         Args:
-            name: name in logs and in `rollout top`.
+            name: the client's name in logs and in `rollout top`.
 
         Raises:
             EngineStateError: the manager is closed or has no coordinator (a single rank, or `coordinator=False`).
@@ -201,7 +201,7 @@ class RolloutManager:
         raises, or a rank is missing, each rank writes its own file, with `.rank<number>` before the suffix.
 
         Args:
-            path: `.json`, or `.json.gz`; an existing file is replaced.
+            path: a `.json` or `.json.gz` file; an existing file is replaced.
 
         Raises:
             EngineStateError: a trace is already being recorded.

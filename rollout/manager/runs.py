@@ -148,16 +148,16 @@ class EpisodeRuns:
                 function that plays a whole `Episode` and returns the reward. None: each task is an `EnvironmentTask`.
             sampling_params: parameters of one turn, with n = 1.
             max_turns: upper bound on the turns of an episode, for environments with `reset` and `step`.
-            min_groups: return when this many groups have finished, and all groups that `max_staleness` would make too
-                old. None: wait for all groups, including those that earlier calls left in flight.
+            min_groups: number of groups after which `run` returns. It also waits for all groups that would be too old
+                (`max_staleness`) after the next updates. None: wait for all groups, including groups of earlier calls.
             max_groups: maximum number of groups in flight, if `tasks` is an iterator. None: `min_groups`.
             keep: function of a finished group's episodes; if it returns False, the group is dropped and does not count. See
                 `rewards_differ`.
             max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or no
                 limit without `min_groups`.
             episode_timeout_s: seconds within `run` after which an episode fails with the turns that it has.
-            on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: its rows are masked; the error is raised if
-                every episode failed.
+            on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: rows of failed episodes are masked; the
+                error is raised only if every episode failed.
             progress, timeout_s, fields: as in `generate`.
 
         Returns:

@@ -39,7 +39,7 @@ class LoopThread:
         """Run a coroutine on the loop and wait for its result. The caller must not be on the loop's own thread.
 
         Args:
-            timeout_s: seconds after which the coroutine is cancelled. None: never, because it has its own deadline.
+            timeout_s: seconds after which the coroutine is cancelled. None: never; the coroutine has its own deadline.
 
         Raises:
             DeadlineError: the coroutine took longer than `timeout_s`.

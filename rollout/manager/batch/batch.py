@@ -285,10 +285,11 @@ class RolloutBatch:
                 rows, as int64 indices or a slice. None: all rows, padded.
             temperature: divisor of the logits; log-probs are then over the whole vocabulary. None: the distributions that
                 tokens were drawn from.
-            hidden: input of the LM head [..., H], if a forward pass of the part has already run. None: run the model.
+            hidden: input of the LM head, [..., hidden size], if a forward pass of the part has already run. None: run the
+                model.
             entropy: also return entropies, over the whole vocabulary.
-            top_k: also return the log-probs of this many most likely tokens, over the whole vocabulary; or int64 [N, T, k]
-                for the part's rows: the ids of the tokens to return instead, such as a teacher's.
+            top_k: also return the log-probs of this many most likely tokens, over the whole vocabulary. Or token ids, int64
+                [N, T, k] for the part's rows: return the log-probs of these tokens instead, such as a teacher's.
 
         Returns:
             Scores [N, T] of the part's rows.

@@ -61,7 +61,7 @@ def read_scores(
     Args:
         shaping: keyword arguments for `rollout.algorithms.replay_logprobs`.
         kept: the token sets that sampling was restricted to; None: sampling was not restricted.
-        hidden: input of the LM head [..., H], from a forward pass that has already run; None: run the model.
+        hidden: input of the LM head, [..., hidden size], from a forward pass that has already run; None: run the model.
         entropy: also compute entropies.
         top_k: also compute the log-probs of this many most likely tokens, or of these tokens, int64 [N, T, k].
     """
