@@ -51,7 +51,7 @@ from tests.configs import coordinator_config, engine_config
 from tests.engines import make_engine, one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
-from tests.rollouts import trainer_logprobs_of, value_error
+from tests.rollouts import logprob_error, tokens, trainer_logprobs_of, update, value_error
 from trainer_hooks.optimizer import attach
 
 PATIENCE_S = 100.0
@@ -579,6 +579,32 @@ def is_traced(rank: int, folder: str) -> None:
         if rank == 0:
             with pytest.raises(ZeroDivisionError), rollout.trace(f"{folder}/broken.json"):
                 _ = 1 / 0
+
+
+async def play(episode: Any) -> float:
+    """Three turns with a tool between them."""
+    for _ in range(3):
+        await episode.sample([*episode.tokens, 5, episode.task], tokens(4))
+        await asyncio.sleep(0.002 * episode.task)
+    return 1.0
+
+
+def plays(rank: int) -> dict[str, Any]:
+    """Rank 0 has six tasks, the other none; then both have one, under new weights."""
+    model = the_model()
+    with a_manager(model) as rollout:
+        first = rollout.run(range(3, 9) if rank == 0 else [], play, n=2, timeout_s=100)
+        error = logprob_error(model, first) if len(first) else 0.0
+        steps = rollout.engine.stats()["steps"]
+        update(model, rollout)
+        second = rollout.run([3 + rank], play, timeout_s=100)
+        return {
+            "rewards": first.rewards.tolist(),
+            "error": max(error, logprob_error(model, second)),
+            "sampled": int(first.response_mask.sum()),
+            "steps": steps,
+            "versions": second.policy_versions[second.response_mask].unique().tolist(),
+        }
 
 
 # --- without a training loop --------------------------------------------------------------------------------------------

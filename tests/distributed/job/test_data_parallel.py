@@ -310,3 +310,14 @@ def test_alone_there_is_no_process_no_thread_and_no_socket() -> None:
         for descriptor in opened:
             with suppress(FileNotFoundError):
                 assert "socket" not in os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def test_ranks_play_their_episodes_together_and_each_gets_its_own(nursery) -> None:
+    busy, helping = run_together(nursery, 2, rank_jobs.plays)
+    assert busy["rewards"] == [1.0] * 12
+    assert helping["rewards"] == []
+    assert busy["sampled"] == 12 * 3 * 4
+    assert helping["steps"] > 0
+    for answer in (busy, helping):
+        assert answer["error"] < 1e-4
+        assert answer["versions"] == [1]
