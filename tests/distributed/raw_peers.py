@@ -31,11 +31,9 @@ from rollout.distributed.protocol.messages import (
     Update,
 )
 from rollout.distributed.transport.keys import JobKeys
+from tests.distributed.job.nursery import PATIENCE_S
 
 Kind = TypeVar("Kind", bound=Message)
-
-PATIENCE_S = 120.0
-"""Guards against hanging, no more."""
 
 BLOCK_SIZE = 16
 

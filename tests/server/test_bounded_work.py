@@ -12,7 +12,6 @@ from rollout.errors import InvalidRequestError
 from rollout.server import bodies
 from rollout.server.bodies import LARGE
 from rollout.server.chat_template.prompt_ids import PromptTokenizer
-from rollout.server.server import Server
 from tests.engines import PATIENCE_S, until
 from tests.server.fake_llm import FakeTokenizer, served
 from tests.server.requests_by_hand import asked
@@ -80,10 +79,6 @@ def test_a_large_body_is_read_beside_the_loop(length: int, monkeypatch: pytest.M
         assert (parsing == loops, tokenizer.threads == loops) == (length < LARGE, length < LARGE)
 
 
-def until_it_has_left(server: Server) -> None:
-    until(lambda: '"/v1/completions",status="499"} 1.0' in httpx.get(f"{server.url}/metrics").text)
-
-
 async def ident() -> int:
     return threading.get_ident()
 
@@ -98,7 +93,7 @@ def test_while_a_text_is_read_others_are_answered_and_its_client_may_leave():
                 while not tokenizer.read:
                     assert httpx.get(f"{server.url}/health").status_code == 200
                 assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1]}).status_code == 200
-            until_it_has_left(server)
+            until(lambda: '"/v1/completions",status="499"} 1.0' in httpx.get(f"{server.url}/metrics").text)
         finally:
             tokenizer.meanwhile.set()
     assert [len(prompt) for prompt, *_ in llm.submitted] == [1]

@@ -183,7 +183,6 @@ def _kind(module: Any) -> type:
 def _only_gathers(hook: Any) -> bool:
     """Return whether a hook is an FSDP2 hook that does nothing while the weights are gathered."""
     owner = getattr(hook, "__self__", None)
-    owner = getattr(owner, "fsdp_state", owner)  # A hook that wraps FSDP2's keeps the state here.
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
     if not ours:
         return False

@@ -48,14 +48,11 @@ from rollout.manager.scoring import PromptTask
 from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 from tests.configs import coordinator_config, engine_config
-from tests.engines import make_engine, one_step_per_call
+from tests.engines import PATIENCE_S, make_engine, one_step_per_call
 from tests.models import make_model, make_tokenizer
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, tokens, trainer_logprobs_of, update, value_error
 from trainer_hooks.optimizer import attach
-
-PATIENCE_S = 100.0
-"""Guards against hanging, no more."""
 
 
 def the_model() -> PreTrainedModel:
