@@ -123,7 +123,7 @@ class StructuredOutput(NamedOptions):
 
 
 def json_rule(schema: Any, *, lenient: bool = False) -> str:
-    """Return the body of a grammar rule for JSON that fits `schema`; `lenient`: as far as its keywords are supported."""
+    """Return the body of a grammar rule for JSON that fits `schema`; `lenient`: ignore unsupported keywords of it."""
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
     return f"%json {json.dumps(schema)}"

@@ -60,7 +60,7 @@ class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
 
 
 def check_arguments(config: GenerationConfig, streamer: object, given: dict[str, Any]) -> None:
-    """Check the arguments of `generate` that are not in the two lists.
+    """Check the arguments of `generate` that are neither logits processors nor stopping criteria.
 
     Raises:
         NotServed: an argument is not supported; the message names it.
@@ -90,7 +90,7 @@ def sampling_params(
     """Return the parameters for one sample, and the stop-string criterion (None if there is none).
 
     Args:
-        config: generation configuration that the two lists were made from.
+        config: generation configuration that `processors` and `criteria` were made from.
         processors: the logits processors.
         criteria: the stopping criteria.
         width: number of columns of the padded prompts.

@@ -96,10 +96,10 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
     (accelerate's `AcceleratedOptimizer`). Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
     parameters. With DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both).
 
-    These steps do not count: a step of a torch optimizer without gradients; a step skipped by `GradScaler`; a step that
-    raises; the empty step by which `torch.distributed.checkpoint` initialises optimizer state. If a step that raised may
-    have changed weights, call `manager.weights_updated()`. A step with learning rate 0 counts. Two optimizers on one model
-    raise the version twice per round.
+    These steps do not count, that is, do not raise the version: a torch optimizer's step when no parameter has a
+    gradient; a step skipped by `GradScaler`; a step that raises; the empty step by which `torch.distributed.checkpoint`
+    initialises optimizer state. If a step that raised may have changed weights, call `manager.weights_updated()`. A
+    step with learning rate 0 counts. Two optimizers on one model raise the version twice per round.
 
     Args:
         optimizer: the optimizer, wrapper or DeepSpeed engine whose steps count.

@@ -1,6 +1,6 @@
-"""Scores, weights, adapters and the prefix cache of an `LLM`, on its engine or on all ranks' engines.
+"""Control operations of an `LLM`, on its own or all ranks' engines: scoring, weights, adapters, prefix-cache resets.
 
-No step runs while weights change; an engine that the caller has paused or suspended stays in that state.
+No step runs while weights change. An engine that was paused or suspended before the call stays so.
 """
 
 from __future__ import annotations

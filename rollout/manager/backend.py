@@ -79,7 +79,7 @@ class Backend(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether there is no work that `wait` could wait for."""
+        """Whether the backend has no work left, so that `wait` would have nothing to wait for."""
         return False
 
     def wake(self) -> None:

@@ -225,10 +225,10 @@ class Generation:
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
     ) -> Iterator[RolloutBatch]:
-        """Generate, and yield each group as it finishes. If `group_ids` is None, this includes groups submitted later.
+        """Generate, and yield each group as it finishes; without `group_ids`, also groups submitted during the loop.
 
-        If you leave the loop early, the other groups stay in flight. On several ranks every rank runs such a loop (or a
-        `generate`), and waits for the other ranks at its end. Sharded weights stay gathered until then.
+        If you leave the loop early, the other groups stay in flight. With several ranks, every rank must run such a
+        loop or call `generate`, and waits for the others at its end. Sharded weights stay gathered until then.
 
         Raises:
             WeightsChangedError: raised at the start of the loop, see `generate`.

@@ -130,10 +130,10 @@ class MetricsRecorder:
             self.enter_phase(before)
 
     def snapshot(self, reset: bool = True) -> dict[str, float]:
-        """Return the values since the previous snapshot, by flat name; `Kind` describes which names are present.
+        """Return metric name → value since the previous snapshot; `Kind` describes which names are present.
 
         Args:
-            reset: start a new interval. False: continue the current interval.
+            reset: whether to start a new interval. False: continue the current interval.
         """
         with self._lock:
             self._account()

@@ -34,7 +34,7 @@ class Updates:
             self._rounds.engine.holds.hold(PAUSE, HoldLevel.PAUSED)
 
     def unpause(self) -> None:
-        """Allow generating again; `EngineStateError` after an explicit `suspend`, which only `resume` ends."""
+        """Allow generation again. Raises `EngineStateError` after an explicit `suspend`, which only `resume` ends."""
         holds = self._rounds.engine.holds
         with self._together("unpause"):
             if SUSPEND in holds:

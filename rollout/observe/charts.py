@@ -158,7 +158,7 @@ def note(text: str = "not recorded in this run") -> str:
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return what `draw` draws as SVG for a page, without declarations and clips. `tips` are the tooltips."""
+    """Return the drawing of `draw` as SVG for HTML, without XML declarations and clip paths. `tips`: the tooltips."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from rollout.errors import ConfigError
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000
-"""The maximum number of characters logged of a prompt, and of a run of tokens."""
+"""The maximum number of characters logged per prompt and per run of tokens of one version; longer texts are cut."""
 
 
 class RunLog:

@@ -47,7 +47,7 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the traces of all ranks to one, by the clocks of their hosts; time 0 is the start of the first trace."""
+    """Merge the traces of all ranks into one, aligned by their hosts' clocks. Time 0 is the start of `traces[0]`."""
     first = traces[0]["otherData"]
     events: list[Event] = []
     end_s = 0.0

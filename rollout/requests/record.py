@@ -154,7 +154,7 @@ class DynamicInferenceRequestRecord:
         return self.segments[-1]
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """Merge all segments into one request, as if it was never interrupted; the record is unchanged.
+        """Merge all segments into one request, as if it had never been interrupted; the record is unchanged.
 
         The id, prompt, token budget and block hashes come from the first segment. Tokens, log-probs, top-n, kept tokens,
         values, tpot, events and routing indices are concatenated. Status, finish reason and versions come from the last

@@ -38,7 +38,7 @@ class FairLock:
         self.asked.value = 1
 
     def heard(self) -> None:
-        """Acknowledge earlier calls of `ask`. If a thread waits, `wanted` stays True."""
+        """Acknowledge all earlier calls of `ask`. While a thread still waits for the lock, `wanted` stays True."""
         self.asked.value = 0
 
     @property

@@ -194,7 +194,7 @@ class PartialGroup:
     """The tokens received so far for the samples of one group.
 
     Attributes:
-        lengths: sample index → number of completion tokens, for each sample with any delta.
+        lengths: sample index → number of completion tokens, for each sample that has received a delta.
         rows: the stretches received since the last `compact`, in order.
     """
 

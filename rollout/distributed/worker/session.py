@@ -281,9 +281,9 @@ class RankSession:
             self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's state, policy version or idleness has changed without the coordinator.
+        """Send `EngineMoved` if the engine's state, version or idleness changed other than by a coordinator's request.
 
-        Transient states are not sent.
+        Transient states are not reported.
         """
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._sent_state and self._idle() is self._sent_idle

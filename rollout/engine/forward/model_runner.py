@@ -137,7 +137,7 @@ class ModelRunner:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
-        """Return the reason why steps currently run the module's own forward pass. None: they run the fused one."""
+        """Return why steps currently run the module's own forward pass, or None if they run the fused one."""
         if self.fused is None:
             return self.without_fused
         with self.installation.inference():

@@ -110,7 +110,7 @@ class ModuleForward:
     ) -> Tensor:
         """Compute logits [B, len(keep), V] for B rows of L token ids each, at columns `keep` of every row.
 
-        If `keep` is empty, compute the logits of the last column.
+        If `keep` is empty, the logits are those of the last column, [B, 1, V].
         """
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1

@@ -48,7 +48,7 @@ class DecodeParts:
         self._lists: dict[int, PartList] = {}
 
     def of(self, *, window: int | None = None) -> PartList:
-        """Return the list of the parts that the rows attend to, without the parts before the window (None: no window)."""
+        """Return the parts that the rows attend to, without those entirely before `window` (None: no window)."""
         key = window or 0
         if key not in self._lists:
             seen = self.positions + 1

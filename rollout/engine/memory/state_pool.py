@@ -63,7 +63,7 @@ class StatePool(BlockPool):
         super().__init__([each.num_bytes for each in shapes], num_slots, torch.uint8, device, memory)
 
     def state(self, key: StateKey) -> Tensor:
-        """Return one state of all slots, [num_blocks, *shape], in the state's dtype."""
+        """Return the tensor with the state `key` of every slot: [num_blocks, *shape], in that state's dtype."""
         return self._states[key]
 
     def materialize(self, num_blocks: int) -> None:

@@ -146,7 +146,7 @@ class PagedBatch:
     attention: PagedAttention
     """The attention kernel, bound to the rows of this step."""
     windows: Mapping[nn.Module, int | None]
-    """The windows that replace the argument `sliding_window` of some layers (`ModelLayout.mask_windows`)."""
+    """Layer → window that replaces its argument `sliding_window`; None: no window (`ModelLayout.mask_windows`)."""
     write: CacheWrite = write_slots
     unwindowed: PagedAttention | None = None
     """The attention kernel for layers without a window; None: they also use `attention`."""

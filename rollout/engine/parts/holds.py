@@ -112,7 +112,7 @@ class Holds:
         return self._change({holder: level}, mode, keep_prefix_cache)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release the holds of these holders; holders without a hold are ignored. Return and raise like `hold`."""
+        """Release the holds of the given holders; names without a hold are ignored. Return and raise like `hold`."""
         return self._change(dict.fromkeys(holders, HoldLevel.RUNNING), None, True)
 
     @contextmanager

@@ -165,7 +165,7 @@ class Inspection:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The numbers of steps, prompt tokens, and requests that failed, were aborted, became stale or were requeued."""
+        """The numbers of steps, prompt tokens, pool shrinks, and failed, aborted, stale and requeued requests."""
         return self._ledger.counters
 
     def stats(self) -> dict[str, float]:

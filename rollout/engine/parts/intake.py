@@ -238,7 +238,7 @@ class Intake:
         return samples[0]
 
     def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
-        """Build a sample that continues an unfinished record after its last token. Update the record in place.
+        """Build a sample that continues an unfinished record after its last token; the record is updated in place.
 
         Raises:
             InvalidRequestError: this engine can never serve the record, the record's policy version is later than `version`,

@@ -429,7 +429,7 @@ def _log_probs(scores: Tensor, total: _Total) -> Tensor:
 def _by_softmax(
     scores: Tensor, token_ids: Tensor, top_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-probs [R] of token ids [R, 1], then `top_ids` [R, k] and their log-probs [R, k], by torch's softmax."""
+    """Return log-probs [R] of `token_ids` [R, 1], and `top_ids` [R, k] with theirs [R, k], by torch's softmax."""
     if top_ids is None:
         return softmax_logprobs(scores, token_ids)[:, 0], None, None
     found = softmax_logprobs(scores, torch.cat([token_ids, top_ids], 1))

@@ -242,7 +242,7 @@ class SequenceTable:
         times: [S, C] float64, the time in seconds at which each completion token was sampled.
         length: [S], the number of tokens known.
         computed: [S], the number of leading positions whose KV is in the cache.
-        prompt_length: [S], the prompt length of the live segment.
+        prompt_length: [S], the prompt length of the record's last segment, the live one.
         origin: [S], the length of the user's prompt. After a preemption, `prompt_length` may be longer.
         max_length, min_length: [S], see `Sequence`.
         stop_ids: [S, K], up to K stop ids per row, padded with `NO_TOKEN`.
@@ -254,8 +254,8 @@ class SequenceTable:
         chain: [S] int64, the hash of the last complete block that was registered or found in the cache.
         chained: [S], the number of leading blocks that `chain` covers.
         position_shift: [S], the number to add to a position after the prompt to get its rotary position; 0 without images.
-        current: [S] bool, whether a new request would now compute the same KV (same weights, variant and forward settings).
-        plain: [S] bool, whether no Python code must run per token (no stop strings, no top log-probs).
+        current: [S] bool, whether a new request would compute the same KV (same weights, variant and forward settings).
+        plain: [S] bool, whether no per-token Python code is needed (no stop strings, no top log-probs).
         read_routes: reads recorded expert routes; None: no routes are recorded.
     """
 

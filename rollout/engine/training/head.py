@@ -268,7 +268,7 @@ class _Lane(NamedTuple):
 
 
 class _Columns:
-    """The tiles of a linear head, with all rows and some columns each.
+    """The tiles of a linear head. Each tile covers all rows and some columns.
 
     Iterating yields the rows, the columns and the head's output of each tile.
 

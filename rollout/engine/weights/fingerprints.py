@@ -131,9 +131,9 @@ class Fingerprints:
 
 
 def _joined(rows: list[Named]) -> Tensor:
-    """Concatenate the samples and return their bytes as uint8.
+    """Concatenate the sampled values of all rows and return their bytes as uint8.
 
-    -0.0 becomes 0.0, because adding an update of zero may drop the sign.
+    -0.0 becomes 0.0: an update of zero can turn -0.0 into 0.0, and must not change the fingerprint.
     """
     data = torch.cat([values for _, values in rows])
     if data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -62,7 +62,7 @@ class WeightsGuard:
         self._are_known = False
 
     def sharded_since(self) -> bool:
-        """Return whether FSDP2 has sharded the model since the engine was built. If so, choose a new weight source."""
+        """Return whether FSDP2 has sharded the model since the build; if so, choose a source for the sharded model."""
         if fully_sharded_since(self.source):
             with self._locked():
                 self._choose_source()

@@ -2,11 +2,11 @@
 
     plain module, DDP, autocast    shared: the engine uses the tensors that the optimizer updates
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard (which FSDP2 may also gather)
-    FSDP2, ZeRO-3                  gathered: whole while the engine generates, then sharded again, without a second copy
-    another dtype or device        copied, only on request: one pass over the weights after each update
+    FSDP2, ZeRO-3                  gathered: the weights are whole while the engine generates; there is no second copy
+    another dtype or device        copied: a second module, only on request, is refreshed in one pass after each update
 
-Always true: `release` restores `trained` for the trainer. Either every rank or none calls `gather` of a `collective`
-source. DeepSpeed is imported only for a model that it partitions.
+Always true: a source's method `release()` restores its module `trained` for the trainer. If a source is `collective`,
+either every rank calls its `gather()` or none does. DeepSpeed is imported only for a model that it partitions.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Episodes of many turns: sampling one completion at a time, environments, and their batch."""
+"""Multi-turn episodes: sampling one completion at a time, environments, and the batch of finished episodes."""

@@ -1,8 +1,8 @@
-"""`EpisodeBatch`: a `RolloutBatch` whose rows are histories of many turns, with one row per unedited history.
+"""`EpisodeBatch`: a `RolloutBatch` whose rows are multi-turn histories.
 
-A turn whose prompt begins with all tokens of a row (prompt and completion of its last turn) extends that row. Any other turn
-starts a new row, and so does a turn with another temperature or truncation. Always true: every sampled token is marked in
-exactly one row, and the tokens before it in that row are the tokens that the model saw.
+A turn extends a row if its prompt begins with all tokens of that row and its temperature and truncation are the same.
+Any other turn, for example after the history was edited, starts a new row. Always true: every sampled token is marked
+in exactly one row, in which it follows exactly the tokens that the model saw.
 """
 
 from __future__ import annotations

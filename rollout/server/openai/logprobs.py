@@ -36,7 +36,7 @@ class TokenTexts:
         return f"token_id:{token}" if self._tokenizer is None else self.bytes_of(token).decode("utf-8", "replace")
 
     def distinct(self, token: int) -> str:
-        r"""Return the text of the token, or `bytes:\xe2\x82` for an incomplete character."""
+        r"""Return the token's text, or its bytes as `bytes:\xe2\x82` if they are not complete UTF-8."""
         text = self.text_of(token)
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
 
@@ -159,7 +159,7 @@ def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) 
 def prompt_logprobs(
     texts: TokenTexts, sample: DynamicInferenceRequest, top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return a prompt's log-probs in vLLM's shape: per position, token id → log-prob, rank and text; null for the first.
+    """Return log-probs in vLLM's shape: per prompt position, token id → log-prob, rank and text; None for the first.
 
     If the prompt's token is not among the `top` most likely tokens, its rank is `top + 1`, the lowest possible rank.
     """

@@ -110,7 +110,7 @@ class Dispatcher:
     def rank_moved(self, rank: RankPeer) -> None:
         """Handle a rank that became ready or reached another policy version.
 
-        Held assignments that its weights now fit are sent, and requests that waited for a version are queued again."""
+        Send it the held assignments that its version now satisfies; queue again requests that waited for a version."""
         for assignment in list(rank.assignments.values()):
             new_enough = rank.policy_version >= assignment.request.newest_version
             if assignment.held and new_enough and rank.state is not EngineState.STOPPED:

@@ -15,8 +15,8 @@ from rollout.distributed.protocol.messages import Message, Refused, Stretch, Upd
 UPDATE_BYTES = 4 << 20
 """The size, in bytes, after which no further stretch is added to an `Update`, which must fit into a frame."""
 SAMPLE_BYTES = 128
-"""The size, in bytes, counted per sample of a stretch in addition to its buffers. It also bounds the number of samples in an
-`Update`."""
+"""The overhead, in bytes, that each sample adds to the size counted for a stretch, besides its buffers. The size limit
+therefore also bounds the number of samples in an `Update`."""
 MAX_ERROR_CHARACTERS = 2000
 """The maximum number of characters of an error text sent to a peer. Without it, the text could quote megabytes of input."""
 
