@@ -87,7 +87,7 @@ def _set(owner: Any, name: str | None) -> None:
     if isinstance(owner, BaseTunerLayer | AuxiliaryTrainingWrapper):
         owner._disable_adapters = name is None
         if name is not None:
-            # Activate no adapter if the module has no copy for this adapter: the original module is then used.
+            # If the module has no copy for this adapter, activate none, so that its original module is used.
             has = isinstance(owner, BaseTunerLayer) or name in owner._get_available_adapters()
             owner._active_adapter = [name] if has else []
         return

@@ -68,8 +68,8 @@ class TrlGenerateAttachment:
         def computed(
             model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
         ) -> Any:
-            # Use the sampled log-probs in the pass before training, a call without gradient and entropy. TRL first
-            # calls it for the policy, then for the reference model.
+            # Use the sampled log-probs in TRL's pass before training, which needs neither gradients nor entropy. TRL
+            # calls it for the policy and then for the reference model; only the first call finds log-probs.
             if not torch.is_grad_enabled() and not kwargs.get("compute_entropy"):
                 known = self._sampled(input_ids, attention_mask, logits_to_keep)
                 if known is not None:

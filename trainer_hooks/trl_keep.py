@@ -76,7 +76,7 @@ class FullBatches:
             groups = list(self._groups(len(inputs), size))
             good = [number for number, group in enumerate(groups) if self._keep(group)]
             bad = [number for number in range(len(groups)) if number not in good]
-            # Keep rejected groups once `MOST_DISCARDED` groups per wanted group have been discarded.
+            # After discarding `MOST_DISCARDED` groups per wanted group, keep rejected ones too, so that sampling ends.
             chosen = sorted([*good, *bad[max(0, allowed) :]])[: wanted - kept]
             self.discarded += len(bad[: max(0, allowed)])
             allowed -= len(bad)

@@ -54,8 +54,8 @@ class GeneratedRows:
                 name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
             }
         if self._routes and batch.routed_experts is not None:
-            # Keep the routes on the host, from which routers copy them to their device. Add a column for the single
-            # token of a failed row.
+            # Keep the routes on the host; each router copies what it needs to its own device. Add one column for the
+            # single token of a failed row.
             routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
             routes[torch.tensor(failed)] = -1
             self._now[_ROUTES] = routes

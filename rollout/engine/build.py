@@ -128,8 +128,8 @@ def build(base: EngineBase) -> EngineParts:
     if config.advanced.verify_model:
         room = min(longest, cache.num_blocks * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
-    # Measure the peak only without a group. The ranks of a group have agreed on one pool size, and a failed trial run
-    # on one rank would stop a lock-step group.
+    # Measure the peak only if the engine runs alone. The ranks of a group have already agreed on one pool size, and a
+    # trial run that fails on one rank would stall a lock-step group.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts

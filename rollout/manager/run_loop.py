@@ -249,7 +249,7 @@ class RunLoop:
             return
         self._backend.wait(min(timeout_s, PATIENCE_S) if patient else timeout_s)
         if self._engine.state is EngineState.SUSPENDED:
-            # Check for holds again: the coordinator held the engine when this run began, but may have released it.
+            # Check for the user's holds again: the coordinator, which held the engine at first, may have released it.
             self._ensure_running()
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.step())

@@ -105,7 +105,7 @@ class ScoredGoal:
 
     def reached(self) -> bool:
         if self._full:
-            # Stay finished, even if other ranks need more steps: the next call scores the groups that finish in them.
+            # Stay finished. This rank may still step for other ranks; the next call scores groups that finish then.
             return True
         self._score()
         if len(self.groups.rewards) < self.number:

@@ -84,7 +84,7 @@ def interrupt_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        # Shield first: if another Ctrl-C raised at this point, this handler would stay installed.
+        # Shield first: if a further Ctrl-C raised KeyboardInterrupt here, `deferral` would stay installed.
         deferral.shielded = True
         _thread.deferral = None
         signal.signal(signal.SIGINT, handler)
@@ -98,7 +98,7 @@ def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
     Unless `wholly` is set, a second Ctrl-C takes effect in an `interruptible()` inside the block. The block has no effect
     outside the main thread or without a Python handler for Ctrl-C.
     """
-    # Do nothing in a nested block: a step has dozens of these blocks, nested in each other.
+    # Do nothing if an enclosing block already gives this protection: a step nests dozens of these blocks.
     deferral = _thread.deferral
     needed = _on_main_thread() if deferral is None else not deferral.shielded or (wholly and not deferral.wholly)
     return _shielded(wholly) if needed else nullcontext()

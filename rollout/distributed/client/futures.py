@@ -342,7 +342,7 @@ class RequestStream:
         """Finish the stream with an error."""
         self.future.fail(error)
         if not self.future.cancelled():
-            # Retrieve the exception, so that asyncio does not log it: iterating over the stream raises it.
+            # Mark the exception as retrieved, or asyncio logs it: the reader gets it by iterating over the stream.
             self.future.exception()
         self._wake()
 

@@ -114,8 +114,8 @@ class OwnGroup:
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
-    # Do not wait for a rank that is already at the barrier while others are not: it will not reach this version within
-    # the call.
+    # Do not wait for a rank that is at the barrier while the barrier awaits other ranks: it reaches `version` only
+    # after its current call, which ends when all ranks have arrived.
     return all(awaited and name not in awaited for name in behind)
 
 

@@ -26,8 +26,8 @@ MAX_TILE_SCORES = 1 << 22
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Write K and V of every position into its slot; see `CacheWrite`."""
-    # Cast to the cache's dtype: under the trainer's autocast, K and V may have another dtype than in the engine's
-    # probe.
+    # Cast to the cache's dtype: under the trainer's autocast, K and V may have a different dtype from the one found
+    # when the engine probed the model.
     key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 

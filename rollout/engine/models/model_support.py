@@ -187,7 +187,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     shapes = () if states is None else states.shapes
     whole = output is not None
     if not whole and not recurrent:
-        # Try again with the token ids alone: this still finds the layers that use the interface.
+        # Without the full call, try the token ids alone: this still finds layers that use the attention interface.
         watcher, whole = _watch_ids_alone(model, device)
     names = {module: name for name, module in model.named_modules()}
     if whole:

@@ -123,8 +123,8 @@ class Leader(Together):
             try:
                 self._send(END, outcome(failed))
             except Exception:
-                # Raise this error only if the block succeeded: an exception of the block already reports the loss of
-                # the group.
+                # Raise this error only if the `with` block succeeded. Otherwise the block's own exception already
+                # reports that the group was lost.
                 if failed is None:
                     raise
 

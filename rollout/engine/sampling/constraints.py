@@ -146,8 +146,8 @@ class Constraints:
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         grammar = _lark(library, constraint)
-        # Rely on the library's limits on the work of compiling and of each mask: a matcher that exceeds them has an
-        # error.
+        # Rely on the library to limit the cost of compiling a grammar and of computing each mask: a matcher that
+        # exceeds a limit reports an error.
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(f"structured: the {constraint.kind} does not compile: {_why(matcher)}")

@@ -146,8 +146,8 @@ class Scheduler(Queues):
                 for each in gone:
                     self.table.write_back(each)
                     self.deactivate(each)
-            # Have the removed sequences' memory cleared: KV of an unfinished prefill or a failed step was never checked
-            # for NaN.
+            # Have the removed sequences' memory zeroed before reuse: it may hold NaN, because the KV of an unfinished
+            # prefill or a failed step was never checked.
             self.allocator.pages.poison(memory)
         return removed
 

@@ -393,7 +393,7 @@ class SequenceTable:
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
             return self.read_routes(self._pages.of_blocks(self.held(row)), start, stop)
-        # Read the routes from the record: the sequence has sampled nothing since its KV was last recomputed.
+        # No token was sampled since the KV was last recomputed: all routes are in the record's earlier segments.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
 

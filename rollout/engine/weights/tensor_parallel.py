@@ -66,7 +66,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
     exchanged, manager = expert_parallel_mesh(model), getattr(model, "_mesh_manager", None)
     # Find out whether "ep" and "tp" are the same ranks, as with `ep_size == tp_size`.
     shared = "ep" in _sizes(manager, "_expert_mesh")
-    # Check the mesh itself: these kinds of parallelism may not show in this rank's parameters.
+    # Check the mesh itself: pipeline or context parallelism may not show in this rank's parameters.
     if others := {name: size for name, size in _sizes(manager, "_dense_mesh").items() if name in _OTHERS and size > 1}:
         raise _unserved(model, f"its device mesh has {others}, as pipeline parallelism or context parallelism makes it")
     found: tuple[str, Any] | None = None

@@ -160,8 +160,8 @@ def text_behind_reply(messages: list[Message], index: int, write: Write, special
     marked = [*messages[:index], {**reply, "tool_calls": [*calls, last]}, *messages[index + 1 :]]
     between = behind = _behind(mark, write(marked))
     if behind is not None and index + 1 < len(messages):
-        # Mark the start of the next message: the token must come before it, because the message's content may contain
-        # special tokens too.
+        # Mark the start of the next message's content. Only a special token before this mark ends the reply: the
+        # content may contain special tokens of its own.
         next_mark = _mark()
         marked[index + 1] = {**messages[index + 1], "content": next_mark}
         between, found, _ = (_behind(mark, write(marked)) or "").partition(next_mark)

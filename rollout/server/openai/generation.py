@@ -181,7 +181,7 @@ class Reply:
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
         serving, body, dialect = self.serving, self.body, self.dialect
-        # vLLM's token route has no `"usage": null` in the other chunks.
+        # OpenAI sends `"usage": null` in every chunk but the last; vLLM's token route (without "object") omits it.
         chunks = Chunks(self.head | self.chunk, with_usage=body.stream_options.include_usage and "object" in self.head)
         streams = await self._begin(growing=True)
         async with aclosing(self._deltas(streams)) as deltas:

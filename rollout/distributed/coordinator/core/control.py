@@ -197,7 +197,7 @@ class Barriers:
         """Register a member's arrival at a barrier."""
         client.catching_up = client.catching_up and message.index <= self.passed
         client.barrier = max(client.barrier, message.index)
-        # Mark the arrival as unanswered: a member repeats it if the reply was lost with its previous session.
+        # Mark the arrival as unanswered, even if it was answered: a member repeats it if its session lost the reply.
         client.answered = min(client.answered, message.index - 1)
         client.word = message
         self._settle()
