@@ -243,7 +243,7 @@ def test_an_optimizer_that_steps_a_part_of_the_model_is_accepted(model, manager)
 
 def test_what_cannot_be_attached_is_refused_with_the_cure(model, manager):
     critic = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"steps 2 parameters.*Linear.*pass the policy's optimizer"):
+    with pytest.raises(ValueError, match=r"steps 2 parameters.*Linear.*Pass the policy's optimizer"):
         attach(critic, manager)
     for nothing in (None, object(), nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="pass the torch optimizer"):
@@ -313,7 +313,7 @@ def test_a_deepspeed_optimizer_is_given_back_and_tells_several_rollouts_each_onc
 
 def test_a_deepspeed_optimizer_that_cannot_be_followed_is_refused_by_name_with_the_cure(model, manager):
     critic, unknown = FakeZero(nn.Linear(4, 1)), FakeZero(model)
-    with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*of DeepSpeed, pass the engine"):
+    with pytest.raises(ValueError, match=r"FakeZero steps 2 parameters.*with DeepSpeed, pass its engine"):
         attach(critic, manager)
     del unknown.bit16_groups
     with pytest.raises(TypeError, match=r"DeepSpeed's FakeZero.*manager.weights_updated\(\) after every engine.step"):
