@@ -196,7 +196,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """The hashes of the prompt's complete blocks. If prefix caching is on and they are not given, they are computed on
     construction."""
     stop_word_ids: list[list[int]] | None = None
-    """Stop words as token ids. Not supported: a request with them is rejected. Use `SamplingParams.stop`, matched in the text."""
+    """Stop words as token ids. Not supported: a request with them is rejected. Use `SamplingParams.stop` instead."""
     routing_indices: NDArray[Any] | None = None
     """The k experts chosen at each position, integers [T - 1, layers, k]; see `token_columns.Routes`. In a later segment,
     only the routes after the earlier segments' routes. None unless `InferenceConfig.record_routes` is set."""
