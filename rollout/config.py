@@ -195,9 +195,8 @@ class InferenceConfig(Options):
             "record_routes", not (self.exact and self.record_routes), "False with exact=True, which has no routers"
         )
         advanced = self.advanced
-        keeps = (
-            self.enable_prefix_caching and advanced.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
-        )
+        policy = advanced.prefix_caching_eviction_policy
+        keeps = self.enable_prefix_caching and policy is not PrefixCachingEvictionPolicy.REF_ZERO
         self._check(
             "kv_cache_host_memory_gb",
             self.kv_cache_host_memory_gb is None or keeps,

@@ -53,7 +53,7 @@ class BlockAllocator:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.keeps_released = enable_prefix_caching and eviction_policy is PrefixCachingEvictionPolicy.LRU
+        self.keeps_released = enable_prefix_caching and eviction_policy is not PrefixCachingEvictionPolicy.REF_ZERO
         self.evictions = 0
         self.pages = BlockPages(pages) if isinstance(pages, int) else pages
         self.states = states or StateSlots(0)
