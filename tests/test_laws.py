@@ -280,14 +280,14 @@ SPEC_NAMES = {name: names.split() for name, names in NAMES.items()}
 
 CEILINGS = {
     "files of rollout/": 260,
-    "lines of rollout/": 47_945,
-    "code lines of rollout/": 30_703,
+    "lines of rollout/": 47_929,
+    "code lines of rollout/": 30_694,
     "classes of rollout/": 492,
     "lines of the largest class": 396,
     "methods of the largest class": 29,
     "modules with one importer": 47,
     "functions named refuse*": 37,
-    "is None and is not None": 1_260,
+    "is None and is not None": 1_259,
     "plain options": 40,
     "public names": 61,
     "files that RolloutManager loads": 173,

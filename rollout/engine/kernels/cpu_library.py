@@ -16,11 +16,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 COMPILE_TIMEOUT_S = 600
@@ -120,11 +120,11 @@ def _built(path: Path, compiler: _Compiler) -> Path:
     """Return the path of the library. Compile it unless this or another process has already done so.
 
     Raises:
-        OSError: the library cannot be written.
+        OSError: the library cannot be written, or another process has held the lock for twice the time limit.
     """
     if path.exists():
         return path
-    with _locked(path.with_suffix(".lock")):
+    with FileLock(path.with_suffix(".lock"), timeout=2 * COMPILE_TIMEOUT_S):
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / "kernels.so"
@@ -137,24 +137,9 @@ def _built(path: Path, compiler: _Compiler) -> Path:
                 _compile(compiler, built)
                 _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
                 built.chmod(0o755)
-                # Rename at the end: if locks do not work, several processes may build at once, but their results are
-                # equal and the last rename wins.
+                # Rename at the end: other processes load the library without taking the lock.
                 built.replace(path)
     return path
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Run the block in one process at a time. On a file system without locks, several processes may run it at once.
-
-    The lock is released when the process that holds it exits, even if it is killed.
-    """
-    import fcntl
-
-    with path.open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _processor() -> str:

@@ -68,7 +68,7 @@ class Step:
         self.rows = PagedRows(offsets, positions, tables, block_size)
         self.query = normal(len(positions), kv_heads * group, dim)
         if strict:
-            # As a module makes it: a view of heads first.
+            # A module makes such a view, with heads first.
             self.query = self.query.transpose(0, 1).contiguous().transpose(0, 1)
 
     def share(self, blocks: int, rows: slice = slice(None)) -> Step:

@@ -127,7 +127,7 @@ class World:
         self.cache = FakeCache(blocks, block_size, random.Random(seed).randint(1, 48) if tiered else 0)
         self.context = DynamicInferenceContext(self.config, self.cache, self.states, lambda: self.now)
         self.scheduler = self.context.scheduler
-        # What somebody far away believes to be findable, who hears of changes now and then.
+        # The hashes that a remote reader has, which receives the changes now and then.
         self.mirror: set[int] = set()
         self.hears = random.Random(seed)
         self.changes = self.context.allocator.index.changes = CacheChanges()
