@@ -48,7 +48,7 @@ _OTHER_KINDS = (
 
 @dataclass(frozen=True, eq=False)
 class LoraLayer:
-    """The low-rank update of one linear layer."""
+    """The low-rank update of one linear layer: `scaling` · `up` (`down` x)."""
 
     down: Tensor
     """The factor A of the update, [r, in]."""
@@ -158,11 +158,11 @@ MAX_ADAPTERS = 64
 
 IntArray = NDArray[np.int64]
 Names = Sequence[str | None]
-"""The adapter name of each sequence of a step; None: the sequence has no adapter."""
+"""The adapter name of each sequence of a step, or None for a sequence without an adapter."""
 Forward = Callable[[IntArray, PagedRows, IntArray], Tensor]
 """A function of (ids, rows, keep), as in `ModelRunner.forward`, that returns logits [len(keep), vocabulary size]."""
 _Part = tuple[LoraLayer, Tensor | None]
-"""A low-rank update, and the indices of the positions that it applies to (None: all positions)."""
+"""A low-rank update, and the indices of the positions that it applies to (None for all positions)."""
 
 
 class LoraAdapters:
@@ -205,7 +205,7 @@ class LoraAdapters:
             )
 
     def set(self, row: int, name: str | None) -> None:
-        """Set the adapter of a row of the sequence table; None: the row has no adapter."""
+        """Set the adapter of a row of the sequence table, or remove the row's adapter if `name` is None."""
         if name is not None:
             self._of_row[row] = name
         elif self._of_row:
@@ -224,7 +224,7 @@ class LoraAdapters:
         """Compute the logits of sequences with and without adapters.
 
         Args:
-            ids: packed token ids [P] of the sequences.
+            ids: packed token ids of the sequences in `rows`, [P].
             keep: indices of the packed positions to compute logits for, ascending.
             named: adapter name of each sequence.
             plain: forward pass for the sequences without an adapter.

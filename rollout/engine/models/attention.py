@@ -2,8 +2,8 @@
 
 Transformers' attention interface passes every layer's queries, keys and values to `rollout_attention`. The step's batch is
 passed as a keyword argument and, for models that drop keyword arguments, also in a context variable. The model's
-configuration names our attention only during an engine's forward pass, and only on the thread that runs it. Any other
-forward pass uses the model's own attention and masks.
+configuration names our attention only during an engine's forward pass, and only on the thread that runs this pass. Any
+other forward pass uses the model's own attention and masks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SINKS = "s_aux"
 """The keyword argument in which layers pass their attention sinks, one per query head."""
 
 _carried: ContextVar[AttentionBatch | None] = ContextVar("rollout_batch", default=None)
-"""The batch of the engine's forward pass that the current thread runs; None: it runs no such pass."""
+"""The batch of the engine's forward pass that the current thread runs, or None if the thread runs no such pass."""
 _in_forward: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
-"""A lock per model, held during a forward pass, because two engines of one model may step in two threads."""
+"""The lock of each model, held during an engine's forward pass, because two engines of one model may run in two threads."""
 
 
 def is_rollout_forward() -> bool:
@@ -45,7 +45,7 @@ def is_rollout_forward() -> bool:
 
 
 def refuse_inside_forward() -> None:
-    """Raise `EngineStateError` if this thread is inside an engine's forward pass, where no request can run."""
+    """Raise `EngineStateError` if this thread is inside an engine's forward pass, during which no request can run."""
     if is_rollout_forward():
         raise EngineStateError(
             "generate or score inside a forward of the model (a forward hook?), in the middle of a step: keep in the hook "
@@ -108,7 +108,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that an attention layer calls for an implementation, with the look-up that its module uses."""
+    """Return the attention function that `module` calls for an implementation, looked up as in the file of its class."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -146,10 +146,10 @@ class PagedBatch:
     attention: PagedAttention
     """The attention kernel, bound to the rows of this step."""
     windows: Mapping[nn.Module, int | None]
-    """Layer → window that replaces its argument `sliding_window`; None: no window (`ModelLayout.mask_windows`)."""
+    """The windows that replace layers' argument `sliding_window`; None means no window. See `ModelLayout.mask_windows`."""
     write: CacheWrite = write_slots
     unwindowed: PagedAttention | None = None
-    """The attention kernel for layers without a window; None: they also use `attention`."""
+    """The attention kernel for layers without a window; if None, these layers also use `attention`."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
@@ -172,14 +172,14 @@ class PagedBatch:
 
 
 class Installation:
-    """Prepares the trainer's model for the engine's forward passes: `with installation` spans many, and may be nested.
+    """Prepares the trainer's model for the engine's forward passes. A `with` block may span many passes and may be nested.
 
     Between two forward passes the model is as the trainer left it. Other threads, and the trainer's code inside the block
     (such as a reward function), can use the model as usual.
 
     Args:
-        autocast: autocast dtype of the forward passes; None: the caller's autocast applies.
-        implementation: name under which our attention is registered.
+        autocast: autocast dtype of the forward passes; if None, the caller's autocast setting applies.
+        implementation: name under which the attention function to use is registered with transformers.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Installation:
         self._modules: list[nn.Module] = []
         self._configs: list[Any] = []
         self.module_epoch = 0
-        """A counter that is incremented whenever the trainer may have modified the module."""
+        """A counter that is incremented whenever the trainer may have modified the model."""
 
     @property
     def active(self) -> bool:
@@ -234,7 +234,7 @@ class Installation:
         """Enter `inference`, and inside the block run the modules with our attention, uncompiled and in eval mode.
 
         At the end, even after an exception, the attention implementation of every configuration object and the `training`
-        flag of every module are restored. Meanwhile, other threads can observe the `training` flags but no other change.
+        flag of every module are restored. Other threads can observe the changed `training` flags, but no other change.
         """
         with self.inference(), self._alone, ExitStack() as stack:
             try:

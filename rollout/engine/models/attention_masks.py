@@ -16,13 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rollout.engine.models.attention import rollout_attention
 
 PROBE = "rollout_probe"
-"""The name of the attention implementation that probes a model, the only one for which we create masks."""
+"""The name of the attention implementation that probes a model. We create masks for no other implementation."""
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of (batch, head, query position, key position) that returns whether the query attends to the key.
 
-The arguments broadcast.
+The arguments are index tensors that broadcast.
 """
 
 
@@ -45,7 +45,7 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 def function_of(mask: Tensor) -> MaskFunction | None:
     """Return the mask function attached to a mask, or to the tensor that the mask is a view of.
 
-    None: `probe_mask` did not create the mask.
+    Return None if `probe_mask` did not create the mask.
     """
     function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
     return function if function is not None or mask._base is None else function_of(mask._base)
@@ -54,8 +54,8 @@ def function_of(mask: Tensor) -> MaskFunction | None:
 def window_of(function: MaskFunction, length: int, device: torch.device) -> int | None:
     """Return the window of a mask function over sequences of `length` tokens.
 
-    The window is the number of last positions, including its own, that each position attends to. None: all positions up to
-    its own. The check compares all keys for some queries, and the keys at both edges of the window for every query.
+    The window is the number of last positions, including its own, that each position attends to. None means all positions up
+    to its own. The check compares all keys for some queries, and the keys at both edges of the window for every query.
 
     Args:
         device: device of the tensors that the mask function may use.

@@ -1,9 +1,9 @@
-"""Checks, when an engine is built, that it can serve the model exactly; if not, `UnsupportedModelError` gives the reason.
+"""Checks that an engine can serve a model exactly. If not, `UnsupportedModelError` gives the reason.
 
-The check runs a few tokens through the model. An attention function records every call: modules, shapes, arguments and mask
-functions. If the configuration names recurrent or convolutional layers, a cache records their states. A layer that keeps
-its state elsewhere is missing from both records. The engine supports causal attention with a sliding window, a soft cap or
-attention sinks. A layer that needs more reveals this by other arguments.
+When an engine is built, a few tokens run through its model. A special attention function records the module, shapes,
+arguments and mask function of every call. If the configuration names recurrent or convolutional layers, a special cache
+records their states. A layer that appears in neither record, and is not known to be stateless, is rejected. The engine
+supports causal attention with a sliding window, a soft cap or attention sinks. Other arguments of a layer are rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AttentionCall:
     num_heads: int
     scaling: float
     window: int | None
-    """The number of last positions that a query attends to, including its own; None: all."""
+    """The number of last positions that a query attends to, including its own; None means all positions."""
     softcap: float | None
     sinks: bool = False
 
@@ -63,7 +63,7 @@ class ModelLayout:
     """The attention parameters of each layer, in the order of `layers`."""
     layer_of: dict[nn.Module, int]
     mask_windows: dict[nn.Module, int | None]
-    """The window that a layer's mask applies (None: no window), for layers whose own argument says otherwise."""
+    """The windows of layers whose mask disagrees with their argument `sliding_window`; None means no window."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
     """The narrowest dtype among keys and values. Under the trainer's autocast it may differ from `kv_dtype`."""
@@ -71,7 +71,7 @@ class ModelLayout:
     vocab_size: int
     max_position_embeddings: int | None
     described: str
-    """A description of the architecture, for messages and to tell apart checkpoints of different models."""
+    """A description of the architecture, used in messages and to distinguish checkpoints of different models."""
     states: tuple[StateShape, ...] = ()
     """The states of the recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
@@ -121,23 +121,23 @@ class _Watcher:
 
 
 class Examined(NamedTuple):
-    """The requirements of the engine that a model meets and lacks, and the model's layout."""
+    """The result of `examine`: the requirements of the engine that a model does and does not meet, and its layout."""
 
     layout: ModelLayout | None
-    """The layout of the model; None: a requirement is missing."""
+    """The layout of the model, or None if it does not meet all requirements."""
     present: list[str]
     """The requirements that the model meets, one line each."""
     missing: list[str]
-    """The requirements that the model lacks, one line each, with the cure."""
+    """The requirements that the model does not meet, one line each, with the remedy."""
     cause: BaseException | None = None
-    """The exception that the model raised; None: it raised none."""
+    """The exception that the model's forward pass raised, if any."""
 
 
 def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
     """Return the properties of a supported model; see `examine`.
 
     Raises:
-        UnsupportedModelError: the model lacks something that the engine needs; the message lists everything, a line each.
+        UnsupportedModelError: the model does not meet some requirements; the message lists them, one per line.
     """
     found = examine(model, max_sequence_length)
     if found.layout is not None:
@@ -152,7 +152,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     """Run `PROBE_TOKENS` tokens through the model to find its attention layers and the requirements that it does not meet.
 
     Args:
-        max_sequence_length: length of the longest sequence to serve, in tokens; None: the model's own limit.
+        max_sequence_length: length of the longest sequence to serve, in tokens; None means the model's own limit.
     """
     name, present, missing = type(model).__name__, list[str](), list[str]()
 
@@ -187,7 +187,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     shapes = () if states is None else states.shapes
     whole = output is not None
     if not whole and not recurrent:
-        # Without the full call, try the token ids alone: this still finds layers that use the attention interface.
+        # The full call failed. Try the token ids alone, which still finds the layers that use the attention interface.
         watcher, whole = _watch_ids_alone(model, device)
     names = {module: name for name, module in model.named_modules()}
     if whole:
@@ -399,7 +399,7 @@ def _arguments_unknown(names: Mapping[nn.Module, str], calls: Iterable[_Call]) -
 def _windowed(
     names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device, wrong: list[str]
 ) -> list[AttentionCall]:
-    """Return the calls with the windows that apply: a mask's window or, without a mask, the window that the layer passes.
+    """Return the calls with the windows that apply: the mask's window or, without a mask, the layer's own argument.
 
     A message is appended to `wrong` for each mask that is neither causal nor a causal window.
     """
@@ -423,7 +423,7 @@ def _windowed(
 
 
 def has_global_hooks() -> bool:
-    """Return whether torch has global forward hooks, which run only if the modules' own `forward` runs."""
+    """Return whether torch has global forward hooks, which a fused forward pass would not run."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 

@@ -32,7 +32,7 @@ class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forwa
 
 
 class Checks:
-    """Checks the parts of one model. The methods raise `Unfusable` for a part that is not original; the message names it."""
+    """Checks the parts of one model. The methods raise `Unfusable` for a part that is not original, with the part's name."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[object, str]] = set()
@@ -62,8 +62,8 @@ class Checks:
         code, home = _own_code(function, module), sys.modules.get(str(getattr(function, "__module__", None)))
         imported = code is None
         if imported and home is not None and ".models." not in home.__name__:
-            # Look up the function in its own module, unless that is another model's. Models in transformers do not
-            # share functions, so such a function was patched in.
+            # Look up the function in its own module, unless that module belongs to another model: models in transformers
+            # do not share functions, so such a function was patched in.
             code = _own_code(function, home)
         if code is None or code.co_qualname != name:
             raise Unfusable(f"{name} in {module.__name__} is not the one that was defined there")
@@ -181,7 +181,7 @@ def _kind(module: Any) -> type:
 
 
 def _only_gathers(hook: Any) -> bool:
-    """Return whether a hook is an FSDP2 hook that does nothing while the weights are gathered."""
+    """Return whether a hook is an FSDP2 hook that has no effect if the weights are already gathered."""
     owner = getattr(hook, "__self__", None)
     ours = type(owner).__module__.startswith("torch.distributed.fsdp.") and type(owner).__name__ == "FSDPState"
     if not ours:
@@ -201,9 +201,9 @@ def _packaged(function: Any) -> bool:
 
 
 def _own_code(function: Any, module: ModuleType) -> CodeType | None:
-    """Return the code of a function beneath its decorators.
+    """Return the code of a function without its decorators.
 
-    None: the function was not defined in the module's own file, or a decorator comes from no package in `PACKAGES`.
+    Return None if the function was not defined in the module's own file, or a decorator is not from one of `PACKAGES`.
     """
     while hasattr(function, "__wrapped__"):
         if not _of_a_package(getattr(function, "__code__", None)):

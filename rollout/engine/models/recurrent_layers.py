@@ -13,12 +13,12 @@ from transformers import DynamicCache, cache_utils
 from rollout.engine.memory.state_pool import StateShape
 
 WITHOUT_STATE = ("mlp", "moe")
-"""The types of stateless layers that have an entry in the cache of transformers 5.21 and 5.22 (later: a `DummyLayer`)."""
+"""The types of stateless layers whose cache entry is not a `DummyLayer`, as in transformers 5.21 and 5.22."""
 
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """Indices of a model's layers, by what they keep per sequence. `bool()` is True if some layer keeps a state."""
+    """The indices of layers with and without a state per sequence. `bool()` is True if some layer keeps a state."""
 
     stateful: frozenset[int]
     """The layers that keep a recurrent or convolutional state."""

@@ -1,9 +1,9 @@
 """Gives a model's recurrent and convolutional layers their states, through transformers' cache protocol.
 
-A layer that keeps a state per sequence reads it from the cache that the forward pass got (`get_conv_state`,
-`get_recurrent_state`). It passes the next state to the cache or changes the state in place. `StateRows` returns rows of
-the engine's state pool. A new sequence starts from a state of zeros, so layers always find a previous state. The cache
-stores no keys and values: it returns them unchanged to the layer, whose paged attention writes them to the KV cache.
+A layer that keeps a state per sequence reads the state from the cache object that the model received (`get_conv_state`,
+`get_recurrent_state`). It passes the next state back to the cache or changes the state in place. `StateRows` is a cache
+whose states are rows of the engine's state pool. A new sequence starts from a state of zeros, so layers always find a
+previous state. The cache stores no keys and values: the layers' paged attention writes them to the engine's KV cache.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class StateRows(_NoKV):
         self._pool = pool
         self._rows: dict[StateKey, Tensor] = {}
         first = int(slots[0])
-        # Use neighbouring slots in place; gather and scatter other slots.
+        # Use a view of neighbouring slots. Other slots are gathered into a copy, which `flush` writes back.
         neighbours = np.array_equal(slots, np.arange(first, first + len(slots)))
         self._place = slice(first, first + len(slots)) if neighbours else None
         self._index = None if neighbours else upload(slots.astype(np.int64), pool.device)

@@ -1,4 +1,4 @@
-"""Finds the routers of a mixture of experts in a model, records the experts that they choose, and replays the choices.
+"""Finds the routers of a mixture-of-experts model, records the experts that they choose, and replays the choices.
 
 Transformers declares the class of a model's routers in `_can_record_outputs["router_logits"]`. A router finds the k experts
 with the highest scores by one call of `topk`. For P positions it returns (logits, weights, indices [P, k]). A forward hook
@@ -101,7 +101,7 @@ class Topk(TorchFunctionMode):
 
     Args:
         choose: function of the scores and the indices that `topk` found. It returns the indices to use, or None to keep
-            those that were found.
+            the indices that `topk` found.
     """
 
     def __init__(self, choose: Callable[[Tensor, Tensor], Tensor | None]) -> None:
@@ -121,7 +121,7 @@ class ChosenExperts(Topk):
     """Replaces a router's choice by given experts. An instance can be entered only once.
 
     Args:
-        experts: the experts to use, int64 [P, k]. If a position's entries are negative, the router chooses for it.
+        experts: the experts to use, int64 [P, k]. If a position's entries are negative, the router's own choice applies.
         num_experts: total number of experts.
 
     Attributes:
@@ -135,7 +135,7 @@ class ChosenExperts(Topk):
         self.answered = 0
 
     def _given(self, scores: Tensor, live: Tensor) -> Tensor | None:
-        # Ignore a choice of another shape: some routers first choose among groups of experts.
+        # Ignore a `topk` of another shape: some routers first choose among groups of experts.
         if scores.shape != (len(self._experts), self._num_experts) or live.shape != self._experts.shape:
             return None
         self.answered += 1

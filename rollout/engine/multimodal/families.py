@@ -1,4 +1,4 @@
-"""The families of vision-language models with image support, and how each splits a prompt's tensors into items."""
+"""The vision-language model families with image support, each of which splits a prompt's tensors into items."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 SECONDS = "second_per_grid_ts"
-"""The name of the tensor with the seconds per time step of each video's grid."""
+"""The name of the tensor that holds the number of seconds per time step of each video's grid."""
 
 
 class GridFamily(Family):
-    """Muse Glimmer: the patches of all images are concatenated, with a grid per image; the same for videos."""
+    """The Muse Glimmer family: one tensor has the patches of all images (or videos), another has the size of each grid."""
 
     types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
     images: tuple[str, ...] = (PIXELS, "image_grid_thw")
@@ -51,7 +51,7 @@ class GridFamily(Family):
 
 
 class RotaryGridFamily(GridFamily):
-    """Qwen-VL: like Muse Glimmer, with rotary positions in time, height and width."""
+    """The Qwen-VL family: as in Muse Glimmer, but with rotary positions in time, height and width."""
 
     types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     token_types = "mm_token_type_ids"
@@ -59,7 +59,7 @@ class RotaryGridFamily(GridFamily):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.core = module_with(model, "get_rope_index")
-        # Require the seconds per frame if the model takes them: without them it silently assumes one second.
+        # Require the seconds per time step if the model has an argument for them: it silently assumes one second.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.videos = (*self.videos, SECONDS)
 
@@ -70,7 +70,7 @@ class RotaryGridFamily(GridFamily):
         videos = [item for item in items if item.video]
         if len(seconds) != len(videos):
             raise InvalidRequestError(f"{SECONDS} of {len(seconds)} for {len(videos)} videos: must be one each")
-        # Include the speed in the digest: the positions in time of equal videos at different speeds differ.
+        # Include the seconds in the digest: equal videos at different speeds have different positions in time.
         return items[: len(items) - len(videos)] + [
             replace(item, digest=digest_of(item.inputs | {SECONDS: each}))
             for item, each in zip(videos, seconds, strict=True)
@@ -93,7 +93,7 @@ class RotaryGridFamily(GridFamily):
 
 
 class CropFamily(Family):
-    """Gemma 3: each run of placeholders is one square crop, and its positions attend to each other in both directions."""
+    """The Gemma 3 family: each run of placeholders is a square crop, whose positions attend to each other both ways."""
 
     types = ("gemma3",)
     token_types = "token_type_ids"
@@ -109,7 +109,7 @@ class CropFamily(Family):
 
 
 class TileFamily(Family):
-    """Idefics 3 and SmolVLM: an image is several tiles, and each tile is a run of placeholders of the same length."""
+    """The Idefics 3 and SmolVLM family: an image is several tiles, each a run of placeholders of the same length."""
 
     types = ("idefics3", "smolvlm")
     tiled = True
@@ -132,7 +132,7 @@ class TileFamily(Family):
 
 
 class PooledFamily(Family):
-    """Gemma 4: an image is patches with positions, and squares of patches are pooled; every layer has token embeddings."""
+    """The Gemma 4 family: squares of an image's patches are pooled, and every decoder layer has its own token embeddings."""
 
     types = ("gemma4",)
     images = (PIXELS, "image_position_ids")
@@ -162,7 +162,7 @@ class PooledFamily(Family):
         if not whole or places.is_floating_point():
             raise self._wrong_shapes(tensors, f"[images, patches, {width}] and integers [images, patches, 2]")
         for patches, at in zip(pixels, places, strict=True):
-            # Drop the padding: processors pad an image to the maximum number of patches.
+            # Drop padding patches, whose positions are negative. Processors pad each image to the maximum number of patches.
             real = (at >= 0).all(-1)
             count, rest = divmod(int(real.sum()), square)
             if rest or not count:

@@ -1,7 +1,7 @@
-"""The base class of families of vision-language models: splits images into items, encodes and positions them.
+"""The base class of vision-language model families: splits images into items, encodes them and computes their positions.
 
 An *item* is an image, one tile of an image, or a video. The vision tower encodes each item separately, so the embeddings do
-not depend on the batch and can be shared. The model's own functions (`get_image_features`, `get_rope_index`) compute them.
+not depend on the batch and can be shared. Both computations use the model's own functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 VIDEO_PIXELS = "pixel_values_videos"
 Cut = tuple[dict[str, Tensor], int]
-"""The vision tower's arguments for an item, and the number of embeddings of the item."""
+"""An item's arguments for the vision tower, and the item's number of embeddings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class ImageItem:
     """An image, a tile of an image, or a video."""
 
     inputs: dict[str, Tensor]
-    """The vision tower's arguments."""
+    """The vision tower's arguments by name."""
     count: int
     """The number of embeddings, one per placeholder token."""
     digest: bytes
@@ -45,10 +45,10 @@ class StepImages:
     Attributes:
         index: packed positions of the I image embeddings, [I].
         embeddings: the image embeddings, [I, hidden size], followed by any embeddings that are added after the first decoder
-            layers. Empty: the step has no image embeddings.
-        positions: rotary positions, [P], or [4, P] if time, height and width may differ: position in the sequence, time,
-            height, width.
-        seen: last position that each position attends to, [P]; None: its own position.
+            layers. The list is empty if the step has no image embeddings.
+        positions: rotary positions, [P]. If time, height and width may differ, [4, P]: the position in the sequence, time,
+            height and width.
+        seen: last position that each position attends to, [P]; None means its own position.
     """
 
     index: NDArray[np.int64]
@@ -58,14 +58,14 @@ class StepImages:
 
     @property
     def only_shifts(self) -> bool:
-        """Whether the step differs from a step without images only in one rotary position per packed position."""
+        """Whether the images only shift the step's rotary positions, by one number per packed position."""
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
     def part(self, chosen: NDArray[np.int64]) -> StepImages:
         """Return the changes to a forward pass of some of the step's positions.
 
         Args:
-            chosen: packed positions of the step, in the order of the forward pass.
+            chosen: packed positions that the forward pass computes, in its order.
         """
         place = np.full(self.positions.shape[-1], -1, np.int64)
         place[chosen] = np.arange(len(chosen))
@@ -87,11 +87,11 @@ class Family(ABC):
     images: tuple[str, ...] = (PIXELS,)
     """The names of the image tensors. A prompt must have all of them or none."""
     videos: tuple[str, ...] = ()
-    """The names of the video tensors; empty: video is not supported."""
+    """The names of the video tensors; empty if video is not supported."""
     optional: ClassVar[tuple[str, ...]] = ()
     """The names of further image tensors that a prompt may omit."""
     token_types: ClassVar[str | None] = None
-    """The argument that marks the placeholders in the trainer's forward pass; None: no such argument is needed."""
+    """The argument that marks the placeholders in the trainer's forward pass; None if the model needs no such argument."""
     bidirectional: bool = False
     """Whether the positions of an image attend to each other in both directions."""
     bidirectional_in_windows: ClassVar[bool] = False
@@ -135,7 +135,7 @@ class Family(ABC):
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
         """Return the rotary positions [3, P + 1] of a prompt of P tokens and of the token after it.
 
-        None: positions are the same as in text.
+        Return None if the positions are the same as in text.
 
         Args:
             tokens: token ids, int64 [P].
@@ -151,7 +151,7 @@ class Family(ABC):
         computes from token ids.
 
         Args:
-            tokens: token ids, [B, L], negative at images.
+            tokens: token ids, [B, L], negative at the positions of images.
         """
         return {"inputs_embeds": self.model.get_input_embeddings()(tokens.clamp(min=0))}  # type: ignore[operator]
 
@@ -175,7 +175,7 @@ class Family(ABC):
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        """Split tensors, whose names have been checked, into items."""
+        """Split a prompt's tensors, whose names have been checked, into items."""
 
     def _wrong_shapes(self, tensors: Mapping[str, Tensor], rule: str) -> InvalidRequestError:
         shown = [f"{name} of shape {list(tensors[name].shape)}" for name in self.tensors if name in tensors]

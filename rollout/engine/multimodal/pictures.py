@@ -20,10 +20,10 @@ def open_picture(source: Any, where: str) -> Any:
 
     Args:
         source: a Pillow image, the bytes of an image file, or a data URL.
-        where: start of error messages, which says where the image was found.
+        where: text at the start of error messages, which says where the image was found.
 
     Raises:
-        InvalidRequestError: `source` is none of these, does not contain an image, or the image is too large.
+        InvalidRequestError: `source` has another type, contains no image, or contains an image that is too large.
         ConfigError: Pillow is not installed.
     """
     try:

@@ -1,4 +1,4 @@
-"""The images of one engine: reads a prompt's images at admission, and computes a step's image embeddings and positions."""
+"""Image inputs of one engine: reads a prompt's images at admission, and computes a step's image embeddings and positions."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class EncodingError(Exception):
 
 
 class FeatureCache:
-    """A cache of items' embeddings by digest, so that all samples of a group and later turns share them.
+    """A cache of image embeddings, indexed by the item's digest and shared by all samples of a group and by later turns.
 
-    Always true: cached embeddings were computed with the current weights and adapters, because `clear` is called when these
-    change.
+    Always true: cached embeddings were computed with the current weights and adapters, because the engine calls `clear` when
+    either changes.
 
     Args:
         limit: maximum size of the cache in bytes; the least recently used items are evicted. An item larger than the limit
             is encoded again whenever a step needs it.
-        encode: function that computes an item's embeddings.
+        encode: function that computes the embeddings of an item.
 
     Attributes:
         bytes: size of the cached embeddings, in bytes.
@@ -77,7 +77,7 @@ class FeatureCache:
         return made
 
     def clear(self) -> None:
-        """Drop all embeddings."""
+        """Drop all embeddings from the cache."""
         self._kept.clear()
         self.bytes = 0
 
@@ -87,7 +87,7 @@ class Vision:
 
     Args:
         cache_bytes: maximum size of cached embeddings, in bytes.
-        longest_run: maximum number of positions that a step can compute.
+        longest_run: maximum number of positions that one step can compute.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, cache_bytes: int, longest_run: int) -> None:
@@ -110,7 +110,7 @@ class Vision:
 
         Args:
             tokens: token ids of the original prompt, without sampled tokens.
-            images: tensors of the prompt's images; None: the prompt has no images.
+            images: tensors of the prompt's images, or None if the prompt has no images.
 
         Raises:
             InvalidRequestError: the images do not fit the model or the prompt's placeholders.
@@ -187,7 +187,7 @@ class Vision:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def text_ids(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Return the token ids in which the scheduler's image keys are replaced by placeholder tokens."""
+        """Return a copy of `ids` in which placeholder tokens replace the scheduler's image keys, which are negative."""
         if self.image_token is None:
             return ids
         plain = np.where(ids < 0, self.image_token, ids)
@@ -196,7 +196,7 @@ class Vision:
     def of_step(
         self, step: ScheduledStep, table: SequenceTable, offsets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> StepImages | None:
-        """Return the changes that images make to the forward pass of a step; None: no changes.
+        """Return the changes that images make to the forward pass of a step, or None if they make no changes.
 
         The caller must disable gradients.
 
@@ -266,7 +266,7 @@ class Vision:
         """Yield the inputs that replace `input_ids` in one forward pass of the model, which must run inside the block.
 
         Args:
-            tokens: token ids, int64 [B, L], negative at image embeddings.
+            tokens: token ids, int64 [B, L], negative at the positions of image embeddings.
             images: image embeddings of the forward pass.
         """
         assert self.family is not None
@@ -287,8 +287,8 @@ class Vision:
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
-        # Pass the deeper embeddings in a hook: the decoder has an argument for them, but the model's own forward has
-        # none.
+        # Pass the deeper embeddings in a hook on the decoder, which has an argument for them. The model's own forward
+        # has no such argument.
         handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)
         try:
             yield inputs

@@ -1,7 +1,7 @@
-"""Structured output: which tokens a request's constraint allows next, computed by the llguidance library.
+"""Structured output: computes the tokens that a request's constraint allows next, with the llguidance library.
 
-A matcher caches the constraint's state, which depends only on the completion's tokens. So nothing has to be saved for a
-preemption, a suspend or a restart.
+An llguidance *matcher* holds the state of a constraint after some tokens. The state depends only on the completion's tokens,
+so nothing has to be saved for a preemption, a suspend or a restart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Allowed:
     bits: Bits
     """The mask of each of these rows."""
     failed: dict[int, str]
-    """The reasons why rows cannot follow their constraint any further, by row. Such a row gets no token."""
+    """The reasons why rows cannot continue under their constraint, by row. Such a row gets no token."""
 
     def only(self, row: int, tokens: Sequence[int]) -> bool:
         """Return whether `row` is constrained and no token other than `tokens` is allowed."""
@@ -63,7 +63,7 @@ class Constraints:
     `check` may be called from any thread.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; None: constraints are rejected.
+        tokenizer: a Hugging Face tokenizer; if None, constraints are rejected.
         vocab_size: the size V of the model's vocabulary.
         end_ids: the end-of-text tokens, which are allowed once the text is complete.
     """
@@ -86,7 +86,7 @@ class Constraints:
         self._copy_of(constraint)
 
     def set(self, slot: int, constraint: StructuredOutput | None) -> None:
-        """Set the constraint of the completion in a slot; None: the completion is not constrained."""
+        """Set the constraint of the completion in a slot, or remove the slot's constraint if `constraint` is None."""
         if constraint is not None:
             self._matchers[slot] = _Matcher(self._copy_of(constraint))
         else:
@@ -103,7 +103,7 @@ class Constraints:
         origin: NDArray[np.int32],
         length: NDArray[np.int32],
     ) -> Allowed | None:
-        """Return the masks of the rows whose slots are constrained; None if no slot is constrained.
+        """Return the masks of the rows whose slots are constrained, or None if no slot is constrained.
 
         Args:
             slots: [R], the slot of each row.
@@ -146,8 +146,8 @@ class Constraints:
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         grammar = _lark(library, constraint)
-        # Rely on the library to limit the cost of compiling a grammar and of computing each mask: a matcher that
-        # exceeds a limit reports an error.
+        # The library limits the cost of compiling a grammar and of computing each mask: a matcher that exceeds a limit
+        # reports an error.
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(f"structured: the {constraint.kind} does not compile: {_why(matcher)}")

@@ -32,10 +32,10 @@ def edited(
     Args:
         raw: [R, V] float32, the logits.
         rows: the sampling parameters of the R rows.
-        histories: the token ids of every row; None: no row has a penalty.
+        histories: the token ids of every row; None if no row has a penalty.
         banned: pairs of a row and the token ids that must not be drawn in the row.
         masked: the result of `removed`: the indices [K] of constrained rows, and the tokens that their constraints exclude,
-            [K, V] bool; None: no row is constrained.
+            [K, V] bool; None if no row is constrained.
     """
     if not (rows.any_bias or rows.any_penalty or banned or masked):
         return raw
@@ -66,13 +66,13 @@ def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Ten
         return None
     rows = upload(np.array([allowed.rows[place] - start for place in places], np.int64), scores.device)
     packed = upload(allowed.bits[places], scores.device)
-    # Create the tensor on the device: copying a list there would make the host wait for the forward pass.
+    # Create the tensor on the device: copying a list to the device would make the host wait for the forward pass.
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     return rows, packed[:, :, None].bitwise_right_shift(bits).bitwise_and(1).eq(0).flatten(1)[:, : scores.shape[1]]
 
 
 def _penalize(scores: Tensor, rows: SamplingRows, histories: Sequence[History]) -> None:
-    # Repeated tokens need no special case: they are written several times with the same value.
+    # A token that occurs repeatedly needs no special case: its score is written several times with the same value.
     flat, penalized = scores.view(-1), rows.penalized.tolist()
     if rows.any_repetition:
         row, index = _places(penalized, [np.concatenate(histories[row]) for row in penalized], scores)
@@ -95,7 +95,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     if not inside.all():
         counts = np.bincount(np.repeat(np.arange(len(rows)), counts)[inside], minlength=len(rows))
         token = token[inside]
-    # Copy int32, which halves the transfer: histories are copied to the device in every step.
+    # Transfer int32 instead of int64: histories are copied to the device in every step.
     first, count, token = (np.asarray(each, np.int32) for each in (rows, counts, token))
     row, times, column = upload_together((first, count, token), scores.device)
     row = row.long().repeat_interleave(times.long(), output_size=len(token))
@@ -105,7 +105,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
 def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -> Sets:
     """Return the kept tokens that can be drawn. (On a CPU, the C++ kernel finds them while it draws, see `CpuDraw`.)
 
-    Tokens of weight 0 cannot be drawn and are left out. So a set stays small if the distribution is sharp.
+    Tokens of weight 0 cannot be drawn and are left out. The sets therefore stay small if the distribution is sharp.
 
     Args:
         kept: [R, V] bool, the tokens that pass the filters.
@@ -127,7 +127,7 @@ def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
 
     Args:
         rows: the sampling parameters of the rows.
-        wanted: whether other rows of the step return their sets; if not, return (None, None).
+        wanted: whether other rows of the step return their sets. If not, the result is (None, None).
     """
     if not wanted:
         return None, None

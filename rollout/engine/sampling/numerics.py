@@ -1,7 +1,7 @@
 """Numbers that depend on a single row of a batch: random numbers, and log-probs bit-identical to torch's own log-softmax.
 
-A random number depends only on the row's key and position. So a sample's tokens do not depend on the rest of the batch, on
-interruptions or on the device.
+A random number depends only on the row's key and position. A sample's random numbers are therefore the same in any batch, on
+any device, and after interruptions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.requests.block_hash import GOLDEN, LAST_SHIFT, ROUNDS
 
 SHORT = 2**14
-"""The number of elements per operation. torch runs an operation of this size on one thread, but splits 2^15 elements."""
+"""The number of elements per operation. torch uses one thread for 2^14 elements, but several for 2^15."""
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _logical_shift(state: Tensor, shift: int) -> Tensor:
 def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Divide scores [R, V] by the temperature [R] of each row, bit-identical to torch's `scores / number`.
 
-    On CUDA, torch divides by a Python number by multiplying with its reciprocal; dividing by a tensor gives other bits.
+    On CUDA, torch multiplies by the reciprocal of the number. Dividing by a tensor would give different bits.
     """
     if scores.device.type == "cuda":
         return torch.mul(scores, temperature.reciprocal()[:, None], out=out)
@@ -55,7 +55,7 @@ def softmax_logprobs(scores: Tensor, token_ids: Tensor, temperature: Tensor | No
     Args:
         scores: [R, V], any float dtype.
         token_ids: [R, k] int64, the token ids of each row.
-        temperature: [R] float32; None: 1.
+        temperature: [R] float32; None means 1.
     """
     if scores.device.type != "cpu":
         scores = scores.float() if temperature is None else over_temperature(scores.float(), temperature)

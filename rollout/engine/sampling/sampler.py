@@ -2,19 +2,19 @@
 
 Always true:
 - A row's token and log-probs depend only on the row's logits, parameters, key and position, bit for bit. Probabilities are
-  summed as integers (the most likely token has weight 2^42), so the order of a sum is irrelevant.
+  summed as integer weights (the most likely token has weight 2^42), so the order of a sum does not matter.
 - A token of weight 0 cannot be drawn. Filtered tokens have weight 0, and so do tokens less than 2^-42 as likely as the most
   likely token.
 - The given logits are not changed. Nothing synchronises with the device, except for rows that return their kept tokens.
 - A row without a finite largest logit (all -inf, or a NaN) gets log-prob NaN and some token id. The caller checks for NaN
-  when it reads the log-probs; raising here would need a synchronisation.
+  when it reads the log-probs, because raising an exception in the sampler would require a synchronisation.
 
 Parameters apply in this order: logit_bias, banned tokens, constraints, repetition, presence and frequency penalties,
 temperature, top_k, top_p, min_p. Among equal logits the filters keep the lower ids. A greedy row takes the largest logit
 (the lowest id on ties), with temperature 1 and its filters off.
 
-A draw is an inverse-CDF search in two levels: first the block of `BLOCK` tokens in the running sums of the blocks, then the
-token in the running sum inside the block.
+A draw is an inverse-CDF search in two levels. The first level finds the block of `BLOCK` tokens from the running sum over
+blocks. The second level finds the token from the running sum inside the block.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ UNIT = 2.0**42
 log-prob by at most 2^-42 per token of the vocabulary."""
 
 LOWEST = -50.0
-"""The lower bound on a logit minus the row's largest logit. Below it a weight is at most exp(-50) * 2^42 < 1e-9, which
-rounds to 0."""
+"""The lower bound on the difference between a logit and the row's largest logit. At this bound a weight is
+exp(-50) * 2^42 < 1e-9, which rounds to 0."""
 
 CPU_ELEMENTS = 2**19
-"""The number of logits per operation and CPU thread: few enough for the CPU cache, enough to amortise the call."""
+"""The number of logits per operation and CPU thread: few enough for the CPU cache, enough to amortise the call's cost."""
 
 DEVICE_ELEMENTS = 2**27
 """The number of logits per operation on other devices, which limits temporary tensors (about 20 bytes per logit)."""
@@ -56,7 +56,7 @@ DEVICE_ELEMENTS = 2**27
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """The results of R rows, one token each. NaN in `logprobs`: the row had no finite largest logit."""
+    """The results of R rows, one token each. A NaN in `logprobs` means that the row had no finite largest logit."""
 
     token_ids: Tensor
     """[R] int64, the ids of the drawn tokens."""
@@ -68,7 +68,7 @@ class Sampled:
     top_logprobs: Tensor | None
     """[R, k] float32, the log-probs of `top_ids` under the same distribution; -inf if a filter removed the token."""
     kept_ids: Tensor | None = None
-    """[K] int32, the kept tokens of the rows that return them, row after row, ascending; None if no row returns them."""
+    """[K] int32, the tokens that could be drawn in rows that request them, row by row, ascending; None if no row does."""
     kept_counts: Tensor | None = None
     """[R] int64, the number of `kept_ids` of each row."""
 
@@ -90,10 +90,10 @@ def sample(
         logits: [R, V], any float dtype; V below 2^21. The arithmetic is float32.
         rows: the parameters of the R rows. Every token in a logit_bias must be in the vocabulary.
         positions: [R] int64, the number of completion tokens that each row already has: the counter of its random stream.
-        histories: the token ids of every row, read only for rows with a penalty; None: no row has a penalty.
+        histories: the token ids of every row, read only for rows with a penalty; None if no row has a penalty.
         banned: pairs of a row and the token ids that must not be drawn in the row; ids outside the vocabulary are ignored.
-        exact: whether to compute log-probs with torch's `log_softmax`, as a trainer does; the tokens are the same.
-        allowed: the tokens that constrained rows may draw; None: no row is constrained.
+        exact: whether to compute log-probs with torch's `log_softmax`, as a trainer does. This does not affect the tokens.
+        allowed: the tokens that constrained rows may draw; None if no row is constrained.
     """
     kernel = cpu_draw.load() if cpu_draw.serves(logits) else None
     if kernel is not None and rows.plain and not (banned or allowed):
@@ -125,12 +125,12 @@ def token_logprobs(
         targets: [T] int64, the target token of each row.
         k: number of most likely tokens per row; if it exceeds V, V tokens are returned.
         exact: whether to compute the log-probs with torch's own `log_softmax`.
-        temperature: [T] float32, above 0, by which logits are divided; None: 1.
+        temperature: [T] float32, the divisors of the logits, above 0; None means 1.
 
     Returns:
         (log-probs of the targets, ids of the most likely tokens, their log-probs). The shapes are [T] float32, [T, k] int64
         and [T, k] float32, most likely first. The last two are None if k is 0. A target's log-prob is bit-identical to the
-        one that `sample` returns for the token.
+        log-prob that `sample` returns for the token.
     """
     kernel = cpu_draw.load() if not (k or exact) and cpu_draw.serves(logits) else None
     if kernel is not None:
@@ -171,7 +171,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
 
 
 class _Wanted(NamedTuple):
-    """The results that a call must compute in addition to tokens and log-probs."""
+    """The results that `sample` must compute in addition to tokens and log-probs."""
 
     top_n: int
     """The number of top log-probs per row."""
@@ -231,7 +231,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
     kept = _kept(tempered, peak, relative, rows)
     assert kept is not None
-    # Filter only rows with a finite peak: a NaN then stays in its row, where the caller finds it.
+    # Filter only rows with a finite peak, so that a NaN stays in its row, where the caller finds it.
     removed = kept.logical_not_().logical_and_(peak.isfinite())
     if wanted.scores:
         tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)
@@ -241,7 +241,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
 def _drawn(
     scores: Tensor, rows: SamplingRows, positions: Tensor, wanted: _Wanted
 ) -> tuple[Tensor, _Total, Tensor, Tensor | None, Sets]:
-    """Draw one token per row.
+    """Draw one token per row from float32 scores [R, V].
 
     Returns:
         (token ids [R, 1], log-sum-exp of the scores, score of each token, scores of the final distribution, kept tokens).
@@ -318,7 +318,8 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
 def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
     """Return a mask of the tokens that pass top_k and top_p in the L limited rows, bool [L, V].
 
-    Keep the fewest of the top_k most likely tokens that have a share top_p of their total weight. Ties keep the lower ids.
+    Each row keeps the fewest most likely tokens that have a share top_p of the weight of its top_k tokens. Among equal
+    scores, the lower ids are kept.
 
     Args:
         width: upper bound on the number of tokens that a row keeps.
@@ -369,10 +370,7 @@ def _smallest(values: Tensor, width: int) -> Tensor:
 
 
 def _first_best(blocks: Tensor) -> Tensor:
-    """Return the index of each row's first largest element, int64 [R].
-
-    Two small searches are ten times as fast as one `argmax`.
-    """
+    """Return the index of each row's first largest element, int64 [R]. One `argmax` would take ten times as long."""
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
 
@@ -397,12 +395,12 @@ def _inside(blocks: Tensor, block: Tensor) -> Tensor:
 
 
 def _exponentials(shifted: Tensor) -> Tensor:
-    """Exponentiate in place, after a clamp at `LOWEST`, because a CPU takes 40 times as long for results below 1e-38."""
+    """Exponentiate in place, after a clamp at `LOWEST`, because a CPU takes 40 times as long if results are below 1e-38."""
     return shifted.clamp_(min=LOWEST).exp_()
 
 
 class _Total(NamedTuple):
-    """The log-sum-exp of each row's scores, as `peak` + `log_sum`. In one number, a large peak would absorb the rest."""
+    """The log-sum-exp of each row's scores, as `peak` + `log_sum`. In one float32, a large peak would hide `log_sum`."""
 
     peak: Tensor
     """[R, 1] float32, the largest score."""
@@ -429,7 +427,7 @@ def _log_probs(scores: Tensor, total: _Total) -> Tensor:
 def _by_softmax(
     scores: Tensor, token_ids: Tensor, top_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-probs [R] of `token_ids` [R, 1], and `top_ids` [R, k] with theirs [R, k], by torch's softmax."""
+    """Return log-probs [R] of `token_ids` [R, 1], `top_ids` [R, k] and their log-probs [R, k], by torch's `log_softmax`."""
     if top_ids is None:
         return softmax_logprobs(scores, token_ids)[:, 0], None, None
     found = softmax_logprobs(scores, torch.cat([token_ids, top_ids], 1))
@@ -437,7 +435,7 @@ def _by_softmax(
 
 
 def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return ids and log-probs of the k largest scores. Score and id are sorted as one integer, so that ties are ordered."""
+    """Return ids and log-probs of the k largest scores. Score and id are sorted as one integer, so ties are sorted by id."""
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)

@@ -29,17 +29,17 @@ class SamplingRows:
         raw: [R] bool, whether each row reports log-probs of the model's own logits, divided by `raw_temperature`.
         key: [R] int64, the key of each row's random stream.
         top_k: [R] int64; 2^31 - 1 for rows without top_k.
-        top_p: [R] float64.
+        top_p: [R] float64; 1 for rows without top_p.
         value: the values of every penalty and filter, [R] float32, by the parameter's name.
-        temperature, raw_temperature: [R] float32.
+        temperature, raw_temperature: [R] float32, the divisors of the edited logits and of the model's own logits.
         filters: the names of the filters that some row uses.
         limited: [L] int64, the indices of the rows with top_k or top_p.
         limited_width: the largest top_k of the limited rows; None if a limited row has only top_p.
         penalized: [N] numpy int64, the indices of the rows with a penalty.
         bias: numpy arrays (row, token id, bias) with one element per biased token of a row.
         top_n: the largest number of top log-probs that a row returns.
-        plain: whether all rows draw from the logits divided by the temperature, without other edits, and return nothing but
-            the token's log-prob.
+        plain: whether every row draws from its logits divided by its temperature, without other edits, and returns nothing
+            but the token's log-prob.
         keeps: [R] bool, whether each row returns the set of tokens that its filters kept.
         keeping: [K] int64, the indices of the rows that return this set.
         scratch: buffers shared by all rows of a table.
@@ -136,7 +136,7 @@ class SamplingTable:
         shape = [getattr(params, name) for name in ("temperature", *PENALTIES, *FILTERS)]
         self._columns[:, row] = *shape, params.logprobs or 0, greedy, raw, tempered, params.return_kept_tokens
         self._keys[row] = key
-        # Make a new dict: earlier selections keep a reference to the old one.
+        # Make a new dict, because earlier selections keep a reference to the old dict.
         self._biases = {other: bias for other, bias in self._biases.items() if other != row}
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias.items(), strict=True)

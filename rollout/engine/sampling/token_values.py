@@ -1,4 +1,4 @@
-"""Values of sampled tokens: the user's function, applied to the hidden states that tokens are sampled from."""
+"""Values of sampled tokens: a user's function is applied to the hidden states from which the tokens are sampled."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TokenValues:
 
     Args:
         model: the model, whose output embeddings read the hidden states.
-        function: the user's function; None: no values are computed.
+        function: the user's function; if None, no values are computed.
 
     Attributes:
         width: the number k of values per token; 0 before `try_out`, or if there is no function.
-        wanted: whether the current forward passes must `put` hidden states.
+        wanted: whether the current step's forward passes must call `put` with their hidden states.
     """
 
     def __init__(self, model: nn.Module, function: ValueFunction | None) -> None:
@@ -96,12 +96,12 @@ class TokenValues:
             hook.remove()
 
     def put(self, keys: NDArray[np.int64], hidden: Tensor) -> None:
-        """Keep K hidden states, given as `hidden` [K, hidden size], under their keys [K]."""
+        """Store K hidden states, given as `hidden` [K, hidden size], under their keys [K]."""
         self._keys.append(keys)
         self._hidden.append(hidden)
 
     def take(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the values [len(keys), width] of the hidden states that were put under these keys.
+        """Return the values [len(keys), width] of the hidden states that were stored under these keys.
 
         Raises:
             ConfigError: the function raises, or returns another number of values than in `try_out`.
