@@ -31,7 +31,7 @@ class Attention(ctypes.Structure):
 
 
 class CpuPagedAttention:
-    """Computes the attention of one step. The bits of a row depend only on its own keys, not on the step's other rows.
+    """Computes the attention of one step. The bits of a row do not depend on the step's other rows.
 
     Args:
         library: the C++ library; see `cpu_library.load`.
@@ -46,7 +46,7 @@ class CpuPagedAttention:
         self._rows = rows
         self._fallback = fallback
         self.tasks = 0
-        """The number of tasks in the last call. Sequences that share blocks and read them together are one task."""
+        """The number of tasks of the last call. Sequences that read shared blocks together are one task."""
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         if self._rows.seen is not None or not serves(query, key_cache, value_cache):

@@ -1,4 +1,4 @@
-"""Sampling on a CPU in C++, in two passes over the logits, which are not copied."""
+"""Sampling on a CPU in C++: reads the logits twice, and does not copy them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Drawn(NamedTuple):
     score: Tensor
     """The score / temperature of each drawn token, float32 [R]."""
     kept_ids: Tensor | None
-    """The ids of the tokens that could be drawn, int32, for the rows that request them; None: no row does.
+    """The ids of the tokens that could be drawn in the rows that request them, int32, or None if no row does.
 
-    The rows' ids follow one another, each row's in ascending order.
+    The ids are sorted by row, and ascending within a row.
     """
     kept_counts: Tensor | None
-    """The number of entries of each row in `kept_ids`, int64 [R]; None: no row requests them."""
+    """The number of entries of each row in `kept_ids`, int64 [R], or None if no row requests them."""
 
 
 class CpuDraw:
@@ -68,9 +68,9 @@ class CpuDraw:
             scores: logits of R rows and V tokens, float32 or bfloat16 [R, V] with contiguous rows.
             temperature: temperature of each row, float32 [R].
             greedy: whether each row takes the token with its largest score (on ties the lowest id), bool [R].
-            keys: random stream of each row, int64 [R]; see `random_stream.uniforms`.
+            keys: key of each row's random stream, int64 [R]; see `numerics.uniforms`.
             positions: position of each row in its random stream, int64 [R].
-            keeping: whether each row returns the tokens that could be drawn, bool [R]; None: no row does.
+            keeping: whether each row returns the tokens that could be drawn, bool [R]; None if no row does.
             room: buffer for these tokens, int32 [R, V], which is overwritten; required with `keeping`.
         """
         count, vocabulary = scores.shape

@@ -28,7 +28,7 @@ class RotaryKind(IntEnum):
 
 
 MAX_TAPS = 8
-"""The C++ constant `MOST_TAPS` in cpu_delta.h."""
+"""The maximum kernel size of a convolution (the C++ constant `MOST_TAPS` in cpu_delta.h)."""
 
 
 class Activation(IntEnum):

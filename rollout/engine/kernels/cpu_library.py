@@ -1,8 +1,8 @@
-"""Builds and loads `cpu_kernels.cpp`.
+"""Builds and loads the C++ kernels in `cpu_kernels.cpp`.
 
 The library is compiled on first use (about 5 seconds), never at import. It is cached in the user's cache directory, under a
-key computed from sources, compiler and processor. If several processes need it at once, one compiles and the others wait.
-Without a compiler or a writable folder, `load` returns None and warns once, and plain torch is used.
+key computed from its sources, the compiler and the processor. If several processes need it at once, one process compiles it
+and the others wait. Without a compiler or a writable folder, `load` returns None and warns once, and plain torch is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kernels:
     """The outcome of building and loading the kernels.
 
     Attributes:
-        library: the loaded library; None: it could not be built or loaded.
+        library: the loaded library, or None if it could not be built or loaded.
         described: the compiler's version and the library's path, or the reason why there is no library.
     """
 
@@ -95,8 +95,8 @@ def _compiler() -> _Compiler:
 
 def _compile(compiler: _Compiler, target: Path) -> None:
     failed = ""
-    # Use -march=native on x86 and -mcpu=native elsewhere: GCC accepts only one of them on each, and Clang accepts the
-    # same. If this fails (an old Clang on a new Arm core), compile without processor-specific instructions.
+    # Use -march=native on x86 and -mcpu=native elsewhere: GCC accepts only one of them on each, and Clang accepts that
+    # one too. If this fails (an old Clang on a new Arm core), compile without processor-specific instructions.
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
     for tuning in ((native,), ()):
         command = [compiler.path, *FLAGS, *tuning, str(_SOURCE), "-o", str(target)]
@@ -120,7 +120,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
     """Return the path of the library. Compile it unless this or another process has already done so.
 
     Raises:
-        OSError: the library cannot be written, or another process has held the lock for twice the time limit.
+        OSError: the library cannot be written, or another process has held the lock for twice `COMPILE_TIMEOUT_S`.
     """
     if path.exists():
         return path
@@ -137,7 +137,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
                 _compile(compiler, built)
                 _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
                 built.chmod(0o755)
-                # Rename at the end: other processes load the library without taking the lock.
+                # Rename the complete file into place, because other processes load the library without taking the lock.
                 built.replace(path)
     return path
 

@@ -25,7 +25,7 @@ GPU. Writing and merging a part's result (one row of V per query head, in float3
 class PartList(NamedTuple):
     """A list of the key parts of B rows: item i is part number i - begins[owners[i]] of row owners[i].
 
-    The list has begins[-1] items, and room for `capacity`.
+    The list has begins[-1] items, and space for `capacity` items.
     """
 
     begins: Tensor
@@ -39,7 +39,7 @@ class DecodeParts:
 
     Args:
         positions: last position that each row attends to, int32 or int64 [B]; negative: the row attends to nothing.
-        capacity: room of every list, in parts; at least the number of parts (see `num_parts`).
+        capacity: maximum length of every list, at least the number of parts (see `triton_attention.num_parts`).
     """
 
     def __init__(self, positions: Tensor, capacity: int) -> None:
@@ -48,7 +48,7 @@ class DecodeParts:
         self._lists: dict[int, PartList] = {}
 
     def of(self, *, window: int | None = None) -> PartList:
-        """Return the parts that the rows attend to, without those entirely before `window` (None: no window)."""
+        """Return the parts that the rows attend to: all, or those with some of the last `window` positions."""
         key = window or 0
         if key not in self._lists:
             seen = self.positions + 1
@@ -64,5 +64,5 @@ class DecodeParts:
 
 
 def num_splits(tokens: int) -> int:
-    """Return the number of parts of a row with `tokens` keys: [0, SPLIT), [SPLIT, 2 * SPLIT), and so on."""
+    """Return the number of parts into which `tokens` keys are split: [0, SPLIT), [SPLIT, 2 * SPLIT), and so on."""
     return -(-tokens // SPLIT)

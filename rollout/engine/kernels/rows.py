@@ -22,7 +22,7 @@ class PagedRows:
     seen: NDArray[np.int64] | None = None
     """The last position that each position attends to, [P], for steps with images that attend in both directions.
 
-    None: each position attends up to its own.
+    If None, each position attends to all positions up to its own.
     """
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
-"""The maximum number of query-key pairs in a tile of several sequences. It bounds the size of the mask and gathered keys."""
+"""The maximum number of query-key pairs in a tile of several sequences. It bounds the size of the mask and copied keys."""
 
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -48,13 +48,13 @@ class Rules(TypedDict, total=False):
     scaling: Required[float]
     """The factor by which products of queries and keys are multiplied."""
     window: int | None
-    """The number of last positions, including its own, that a query attends to. Default None: all."""
+    """The number of last positions, including its own, that a query attends to. None, the default, means all positions."""
     softcap: float | None
-    """The cap of scores, which become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118). Default None: no cap."""
+    """The cap of scores, which become softcap * tanh(scores / softcap) (arXiv 2408.00118); by default no cap."""
     sinks: Tensor | None
-    """The attention sinks, one unscaled score per query head, [H] (gpt-oss; arXiv 2309.17453). Default None: no sinks.
+    """The attention sinks, one unscaled score per query head, [H] (arXiv 2309.17453). None, the default, means no sinks.
 
-    A sink enters the softmax but has no value.
+    A sink is one more score in the softmax, without a value.
     """
 
 
@@ -149,7 +149,7 @@ def _tile(rows: PagedRows, members: slice, ends: NDArray[np.int64], device: torc
     shape = (len(ends), 1, -1, 1)
     positions = rows.positions[queries]
     used = -(-int(ends.max()) // rows.block_size)
-    # Fill padding with a block of the same row: other blocks may hold NaN, and a masked NaN is still NaN.
+    # Fill padding with the row's own first block: other blocks may hold NaN, and masking does not remove a NaN.
     held = np.arange(used) < -(-ends[:, None] // rows.block_size)
     tables = rows.tables[members]
     return _Tile(

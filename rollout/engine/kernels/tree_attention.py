@@ -30,14 +30,14 @@ class Scores:
 
     scaling: float
     window: int | None = None
-    """The number of last positions that a query attends to, including its own; None: all."""
+    """The number of last positions that a query attends to, including its own; None means all positions."""
     softcap: float | None = None
-    """The cap of scores, which become softcap * tanh(score / softcap); None: no cap."""
+    """The cap of scores, which become softcap * tanh(score / softcap); None means no cap."""
     causal: bool = False
     """Whether the layer is causal even within images."""
 
     def lasts(self, tree: Tensor) -> Tensor | None:
-        """Return the index of the last token that each token attends to, int32 [L]. None: the token itself."""
+        """Return the index of the last token that each token attends to, int32 [L]; None if it is the token itself."""
         return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
@@ -74,7 +74,7 @@ QUERIES = 512
 
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """Compute `tree_attention` on any device, for one block of queries at a time and the keys that the block attends to."""
+    """Compute `tree_attention` on any device, by blocks of queries, with only the keys that a block attends to."""
     ends, positions = tree[0, 0, :2].to(torch.int64)
     index = torch.arange(key.shape[2], device=query.device)
     found = scores.lasts(tree)
@@ -102,7 +102,7 @@ def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor
 
 FLEX_BLOCK = 128
 ALIGNMENT = FLEX_BLOCK
-"""The granularity of the first query's index, so that the first query starts a block in every kernel."""
+"""The divisor of the first query's index, so that the first query starts a block in every kernel."""
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -126,13 +126,13 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The masks of every tree in use, by window and causality. A mask is built once for all layers and passes."""
+"""The masks of every tree in use, by (window, causal). A mask is computed once for all layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
-    """Return FlexAttention's mask for the queries from token `start` on.
+    """Return FlexAttention's mask for the queries from token `start` on. For `window` and `causal`, see `Scores`.
 
-    It is computed from the extremes of `tree` in each block of tokens, without an [L, L] array.
+    The mask is computed from each block's smallest and largest entries of `tree`, without an [L, L] array.
     """
     if tree not in _MASKS:
         _MASKS[tree] = {}
@@ -156,7 +156,7 @@ def _block_mask(tree: Tensor, window: int | None, causal: bool, start: int) -> B
     length = len(ends)
     count = -(-length // FLEX_BLOCK)
     surplus = (0, count * FLEX_BLOCK - length)
-    # Pad by repeating the last token, which leaves each block's minimum and maximum unchanged.
+    # Pad by repeating the last token, which does not change the minimum and maximum of the last block.
     end, position, last = (
         pad(part[None].float(), surplus, "replicate")[0].view(count, -1) for part in (ends, positions, lasts)
     )
@@ -223,7 +223,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _CpuTreeAttention(torch.autograd.Function):
-    """The autograd function of the C++ code. It saves the inputs, the output and a log-sum-exp per row and head."""
+    """The autograd function of the C++ code. It saves the inputs, the output, and a log-sum-exp per query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:

@@ -17,7 +17,7 @@ from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
-"""The granularity of the number of block table columns: Triton recompiles a kernel for strides not divisible by 16."""
+"""The divisor of the number of block table columns. Triton compiles a second kernel if a stride is not divisible by 16."""
 
 
 class TritonPagedAttention:
@@ -25,7 +25,7 @@ class TritonPagedAttention:
 
     Args:
         paged: the kernels.
-        rows: the step's positions. The leading sequences with one position each are *decoding*; the others are chunks.
+        rows: the step's positions. The leading sequences with one position each are *decoding*; all later ones are chunks.
         device: device of the KV cache.
         fallback: attention for inputs that the kernels do not support (see `serves`).
     """
@@ -50,7 +50,7 @@ class TritonPagedAttention:
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         if query.dtype != key_cache.dtype:
-            # Cast the query to the cache's dtype, which differs if the autocast setting has changed since the engine
+            # Cast the query to the cache's dtype. The dtypes differ if the autocast setting has changed since the engine
             # was built.
             return self(query.to(key_cache.dtype), key_cache, value_cache, **rules).to(query.dtype)
         if not self._causal or not serves(query, key_cache, value_cache):

@@ -1,4 +1,4 @@
-"""The device code of paged attention, in Triton: attention by chunks and by parts, `merge` and the cache write.
+"""The device code of paged attention, in Triton: attention of chunks, attention to parts, `merge` and the cache write.
 
 K and V are read in place: position j of a sequence is slot j % block_size of block table[j // block_size]. Strides count
 elements. Triton compiles a kernel for each combination of `constexpr` arguments. `triton_paged` imports this module only
@@ -66,7 +66,7 @@ def _tile(
     peak = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     if sunk:
-        # Add the sink to the softmax's denominator, but not to the output. The factor is log2(e), as in `scale`.
+        # Add the sink to the softmax's denominator, but not to the output. The factor 1.44… is log2(e), as in `scale`.
         peak = tl.where(live, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, peak)
         total = tl.where(live, 1.0, total)
     sums = tl.zeros((rows, padded_value_dim), tl.float32)
@@ -153,7 +153,7 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Compute the attention of up to `tokens` queries of a chunk to all keys. Grid: tiles x KV heads.
+    """Compute the attention of up to `tokens` queries of a chunk to their sequence's keys. Grid: tiles x KV heads.
 
     Surplus tiles do nothing.
     """
@@ -174,7 +174,7 @@ def attend_chunks(
     if first >= end:
         return
 
-    # Each row of the matrix product is one token's query for one head of the group.
+    # Each row of the matrix product is the query of one token and one head of the group.
     line = tl.arange(0, rows)
     index = first + line // group
     head = kv_head * group + line % group

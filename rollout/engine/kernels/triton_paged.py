@@ -4,9 +4,9 @@ Triton comes with torch on CUDA. `load` imports it; each kernel of `triton_kerne
 Triton is missing, `load` warns once and plain torch is used.
 
 K and V are read in place, once for all the query heads that share them. Decode and prefill share one function: a matrix
-product with a row for each token of a chunk and each query head of a KV head. The keys of a decoding sequence are split
-into parts (`decode_parts`), and `merge` combines the parts' results by their log-sum-exp. The split does not depend on the
-batch, so neither do the bits of a row. Grids depend only on shapes, and the host never waits for the device, so every
+product with a row for each pair of a token in a chunk and a query head of the KV head. The keys of a decoding sequence are
+split into parts (`decode_parts`), and `merge` combines the parts' results by their log-sum-exp. The split does not depend on
+the batch, so neither do the bits of a row. Grids depend only on shapes, and the host never waits for the device, so every
 method can be captured in a CUDA graph.
 """
 
@@ -32,8 +32,8 @@ MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
 PROGRAMS = 32
 """The number of programs of a decode launch per multiprocessor.
 
-It is a multiple of the number that run at once, so no multiprocessor idles while others run a last program. It is small
-enough that starting programs without work costs little.
+It is a multiple of the number of programs that run at once, so that all multiprocessors finish at nearly the same time. It
+is small enough that starting programs without work costs little.
 """
 _MERGED_AT_ONCE = 8
 _LOG2_E = math.log2(math.e)
@@ -73,7 +73,7 @@ class TritonPaged:
     Queries [P, H, D] and caches [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv] may be views whose
     last dimension is contiguous. Here P counts positions, H query heads, Hkv key-value heads; D and Dv are head sizes. Block
     tables are int32 or int64 with contiguous rows; entries after a row's last block are never read. All other index tensors
-    are contiguous. Sinks are contiguous, of any floating dtype, and read when a kernel runs. Sums are always float32.
+    are contiguous. Sinks are contiguous, of any floating dtype, and read again by every launch. Sums are always float32.
     """
 
     def __init__(self, kernels: _Kernels) -> None:
@@ -121,7 +121,7 @@ class TritonPaged:
         Args:
             query: [B, H, D].
             table: block ids, [B, width].
-            parts: the parts of each row's keys, computed once for all layers. Nothing is read for a padding row.
+            parts: the parts of each row's keys, computed once for all layers. A padding row has none.
 
         Returns:
             [B, H, Dv] in the dtype of the query; zeros in padding rows.
@@ -253,7 +253,7 @@ class _Kernels:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """Return the maximum number of programs of a decode launch: few in Triton's interpreter, which runs them in turn."""
+    """Return the maximum number of programs of a decode launch: few in Triton's interpreter, which runs them serially."""
     if device.type != "cuda":
         return 3
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -284,9 +284,9 @@ def _kernels(device: torch.device) -> _Kernels | None:
 @dataclass(frozen=True)
 class _Plan:
     rows: int
-    """The number of query rows in the matrix product: tokens times query heads per KV head."""
+    """The number of rows of the matrix product: tokens times query heads per KV head."""
     span: int
-    """The number of keys per iteration of the loop, a divisor of `SPLIT`."""
+    """The number of keys per iteration of the kernel's loop, a divisor of `SPLIT`."""
     warps: int
     stages: int
     """The depth of the compiler's software pipeline over the loop's iterations."""

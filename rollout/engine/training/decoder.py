@@ -1,6 +1,6 @@
-"""The forward pass of a Llama-like decoder in exact mode, with the module's own parameters.
+"""The forward pass of a Llama-like decoder in exact mode, with the model's own parameters.
 
-Only the real tokens are computed, packed one sequence after the other. The layers are computed as in `fused_forward`.
+Padding is not computed: the sequences are packed one after the other. The arithmetic is the same as in `fused_forward`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
 
     Args:
         model: a causal language model that the fused forward pass supports.
-        windows: number of positions that each layer attends to; None: all.
+        windows: number of last positions that a token attends to in each layer; None means all.
         ids: token ids, int64 [B, T].
         packing: the real tokens of `ids`.
         keep: number of last columns to keep (0: all columns), or indices of the columns, int64 [K].

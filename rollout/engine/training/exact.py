@@ -1,7 +1,7 @@
 """`with exact(model):` makes the trainer's forward pass use the engine's arithmetic.
 
-The model's `forward` is replaced on the instance, and restored at the end of the block. The model must pass the same checks
-as for the C++ forward pass: known classes, original functions, no hooks. Otherwise `UnsupportedModelError` is raised.
+The `forward` of the model instance is replaced, and restored at the end of the block. The model must pass the same checks as
+for the engine's C++ forward pass: known classes, original functions, no hooks. If not, `UnsupportedModelError` is raised.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def exact(model: nn.Module) -> Iterator[None]:
 
 
 class _ExactForward:
-    """Replaces the `forward` of one causal language model."""
+    """The exact-mode replacement for the `forward` of one causal language model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -79,7 +79,7 @@ class _ExactForward:
             raise UnsupportedModelError(f"exact mode runs on a CPU, and the model is on {device}")
         library()
         layout = inspect_model(model)
-        # Create a KV cache with room for one token, which some checks read.
+        # Create a KV cache with room for one token: the checks of the C++ forward pass require a cache.
         self._verified = layout, KVCache(layout.layers, 1, 1, layout.kv_dtype, layout.device)
         self._verify()
 

@@ -1,12 +1,13 @@
 """Reads numbers from a model's logits during the model's own forward pass, without storing the logits.
 
-During the forward pass our function replaces the `forward` of the head, so it runs when FSDP or ZeRO has gathered the head's
-parameters. It computes a tile of logits, reads the requested numbers, and drops the tile. The backward pass computes the
-tiles again and overwrites each tile with its gradient. A tile of a linear head is some vocabulary columns for all rows, so
-each part of the weight's gradient is a single product. Any other head (LoRA, quantised) runs on a few rows at a time.
+During the forward pass our function replaces the `forward` of the *head* (the output embeddings), so it runs when FSDP or
+ZeRO has gathered the head's parameters. It computes a tile of logits, reads the requested numbers, and drops the tile. The
+backward pass computes the tiles again and overwrites each tile with its gradient. For a linear head, a tile covers all rows
+and some vocabulary columns, so each part of the weight's gradient is a single matrix product. Any other head (LoRA,
+quantised) runs on a few rows at a time.
 
-The model receives one row of logits and scales or caps it as usual. We compare the result with our own to check that the
-model does nothing else to its logits.
+The model gets one row of the head's output and scales or caps it as usual. We compare these logits with our own to check
+that the model does nothing else to the head's output.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rollout.engine.models.attention import is_rollout_forward
 from rollout.errors import UnsupportedModelError
 
 TILE_ELEMENTS = {"cpu": 1 << 21}
-"""The number of logits per tile, by device type. On a CPU a tile nearly fits into the cache."""
+"""The number of logits per tile, by device type. On a CPU, such a tile nearly fits into the cache."""
 OTHER_TILE_ELEMENTS = 1 << 26
 """The number of logits per tile on all other devices."""
 
@@ -114,8 +115,8 @@ class LogitReader:
                 f"{type(self._model).__name__} does more to the output of its head than its configuration says of scale and "
                 "cap: take model(...).logits and rollout.algorithms.replay_logprobs"
             )
-        # Add an empty sum of the model's output, so that every gradient passes it first: there FSDP gathers the
-        # parameters for the backward pass.
+        # Add an empty sum of the model's output, so that the backward pass starts at the model's output, where FSDP
+        # gathers the parameters.
         start = (row if logits is None else logits).flatten()[:0].sum()
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
 
@@ -179,7 +180,7 @@ class _Post(NamedTuple):
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
             scale *= float(getattr(config, name, None) or 1.0)
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
-        # Multiply by the scaling for HyperCLOVA X, and divide by it for the others, as Granite does.
+        # HyperCLOVA X multiplies by `logits_scaling`; Granite and all other models divide by it.
         scale *= scaling if "hyperclovax" in getattr(config, "model_type", "") else 1 / scaling
         return cls(scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None))
 
@@ -194,7 +195,7 @@ class _Post(NamedTuple):
         return self.scale if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
 
     def makes(self, logits: Tensor, row: Tensor) -> bool:
-        """Return whether this function maps the row of output to the model's logits, up to rounding in their dtype."""
+        """Return whether this function maps a row of the head's output to the model's logits, up to rounding."""
         ours, theirs = self(row.detach().float().clone()), logits.detach().float()
         most = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if theirs.numel() else 0.0
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0.02 * most, equal_nan=True)
@@ -206,7 +207,7 @@ class _Asked(NamedTuple):
     states: Tensor
     """The index of each hidden state in the head's input, int64 [U]."""
     temperature: Tensor | None
-    """The divisor of each state's logits, float64 [U]; None: 1."""
+    """The divisor of each state's logits, float64 [U]; None means 1."""
     owners: Tensor
     """The index among the U states of each single logit, int64 [E]."""
     ids: Tensor
@@ -216,7 +217,7 @@ class _Asked(NamedTuple):
     top_k: int
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the indices of the single logits that lie in a tile, and their rows and columns within the tile."""
+        """Return the indices of the single logits inside a tile, and their rows and columns within the tile."""
         row, column = self.owners - rows.start, self.ids - columns.start
         at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
         return at, row[at], column[at]
@@ -225,8 +226,8 @@ class _Asked(NamedTuple):
         """Divide the values of some states by their temperatures, in place, and return them.
 
         Args:
-            values: one row or number per state.
-            rows: the states.
+            values: one row or number per state of `rows`.
+            rows: the range of states.
         """
         if self.temperature is None:
             return values
@@ -263,7 +264,7 @@ class _Lane(NamedTuple):
         return cls(original, kept, linear, cast, row, (torch.get_rng_state(), *get_device_states(hidden)))
 
     def tiles(self, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool] = ()) -> _Columns | _Rows:
-        """Return the tiles of the logits, to iterate over. For `needed`, see `_Columns`."""
+        """Return an iterable over the tiles of the logits. For `needed`, see `_Columns`."""
         return (_Columns if self.linear else _Rows)(self, states, parameters, needed)
 
 
@@ -282,8 +283,8 @@ class _Columns:
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._weight, self._bias = parameters[0], parameters[1] if len(parameters) > 1 else None
         self._states = states.to(lane.autocast or self._weight.dtype)
-        # Accumulate only the states' gradient in a wide dtype: every state is in all tiles, but each column of a
-        # parameter is in one.
+        # Accumulate only the states' gradient in a wide dtype: every tile adds to all states, but each column of a
+        # parameter is in only one tile.
         self.gradients = [
             torch.zeros_like(each, dtype=each.dtype if index else _wide(each)) if wanted else None
             for index, (each, wanted) in enumerate(zip((states, *parameters), needed, strict=False))
@@ -300,7 +301,7 @@ class _Columns:
             yield slice(0, count), columns, output.to(_wide(output))
 
     def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add the gradients that the last tile contributes, given the gradient of the tile."""
+        """Add the last tile's contribution to the gradients, given the gradient of the head's output in this tile."""
         own = gradient.to(self._states.dtype)
         of_states, of_weight, *of_bias = self.gradients
         if of_states is not None:
@@ -342,7 +343,7 @@ class _Rows:
                 yield rows, slice(0, vocabulary), self._output.detach().to(_wide(self._output), copy=True)
 
     def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add the gradients that the last tile contributes, given the gradient of the tile."""
+        """Add the last tile's contribution to the gradients; see `_Columns.pull`."""
         every = (self._part, *self._parameters)
         wanted = [each for each, kept in zip(every, self.gradients, strict=True) if kept is not None]
         found = iter(torch.autograd.grad(self._output, wanted, gradient.to(self._output.dtype)))
@@ -366,7 +367,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:
         kind = _wide(states)
         single = states.new_zeros(len(asked.ids), dtype=kind)
-        # Add over many tiles in float64, to avoid rounding errors.
+        # Accumulate over many tiles in float64, to limit rounding errors.
         sums = states.new_full((len(states),), -torch.inf, dtype=torch.float64)
         entropies = torch.zeros_like(sums)
         top = states.new_zeros(len(states), min(asked.top_k, lane.row.shape[-1]), dtype=kind)
@@ -403,7 +404,7 @@ class _Read(torch.autograd.Function):
                 owners=torch.cat([asked.owners, each]), ids=torch.cat([asked.ids, top_ids.flatten()])
             )
             of_single = torch.cat([of_single, of_top.flatten()])
-        # Skip the sums if none was computed (every token has a kept set): their gradient has no elements.
+        # Skip the sums if they were not computed (every token has a kept set): -inf would make the gradient NaN.
         by_sum, by_entropy = (
             asked.tempered(each.clone(), slice(None)) if each is not None and asked.sums else None
             for each in (of_sums, of_entropies)
@@ -438,7 +439,7 @@ def _no_autocast(states: Tensor) -> Any:
 
 
 def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tensor) -> None:
-    """Add a tile's logits, which are overwritten, to the log-sum-exps and entropies of the tile's rows."""
+    """Update the log-sum-exps and entropies of a tile's rows with the tile's logits, which are overwritten."""
     lowest = torch.finfo(logits.dtype).min
     peak = logits.amax(1).clamp_(min=lowest)
     weights = logits.sub_(peak[:, None]).exp_()

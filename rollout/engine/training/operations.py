@@ -1,8 +1,8 @@
-"""The differentiable operations of exact mode: those of the fused forward pass, one at a time.
+"""The differentiable operations of exact mode, which are the single operations of the fused forward pass.
 
-They call the same C++ functions as the fused forward pass, and return the same bits. Torch computes the backward pass of the
-same functions, so gradients differ from plain torch's by rounding only. Each operation can be differentiated once. All
-tensors are on the CPU and have the same dtype, float32 or bfloat16.
+They call the same C++ functions as the fused forward pass, and return the same bits. Their backward passes use torch, so
+gradients differ from plain torch's by rounding only. Each operation can be differentiated once. All tensors are on the CPU
+and have the same dtype, float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def linear(
 
     Args:
         padded: (index of each of the P rows in the result, int64 [P]; number of rows of the result). The other rows of the
-            result are 0. None: the result is [P, N].
+            result are 0. If None, the result is [P, N].
     """
     return _apply(_Linear, x, weight, bias, *(padded or (None, 0)))
 
@@ -98,8 +98,8 @@ def attention(
         key: [P, Hkv, D] for Hkv key-value heads.
         value: [P, Hkv, D].
         packing: the sequences.
-        scaling: factor of the scores.
-        window: number of last positions, including its own, that a query attends to; None: all.
+        scaling: factor by which the products of queries and keys are multiplied.
+        window: number of last positions, including its own, that a query attends to; None means all.
 
     Returns:
         [P, H, D].
@@ -226,7 +226,7 @@ class _Attention(Function):
         query, key, value = _contiguous(query), _contiguous(key), _contiguous(value)
         count, heads, width = query.shape
         out, log_sums = torch.empty_like(query), query.new_empty(count, heads, dtype=torch.float32)
-        # Let the kernel read the keys of each sequence in place, as cache blocks of one token.
+        # Describe the keys of each sequence to the paged kernel as cache blocks of one token, so that nothing is copied.
         starts = packing.starts
         lengths = np.diff(starts)
         tables = np.ascontiguousarray(starts[:-1, None] + np.arange(int(lengths.max(initial=0)), dtype=np.int64))
@@ -265,7 +265,7 @@ def _attention_gradients(
 
     Args:
         upstream: gradient of the output, [b, H, L, D].
-        parts: query [b, H, L, D], key and value [b, Hkv, L, D], output, and its log-sum-exps [b, H, L].
+        parts: query [b, H, L, D], key and value [b, Hkv, L, D], output [b, H, L, D], and its log-sum-exps [b, H, L].
         window: see `attention`.
         scaling: see `attention`.
     """

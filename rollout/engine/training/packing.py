@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.errors import UnsupportedModelError
 
 SHORTEST = 0.75
-"""The minimum length of the sequences in one attention call, as a share of the longest. It bounds the padding."""
+"""The minimum length of the sequences in one attention call, as a share of the longest one's. It bounds the padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +21,11 @@ class Packing:
     """The P real tokens of a batch [B, T], as R sequences packed one after the other."""
 
     tokens: Tensor | None
-    """The index of each packed token in the flattened batch, int64 [P]; None: the batch has no padding."""
+    """The index of each packed token in the flattened batch, int64 [P]; None if the batch has no padding."""
     rows: Tensor
-    """The index of each position of the batch among the P packed tokens, int64 [B, T]; -1: padding."""
+    """The index of each position of the batch among the P packed tokens, int64 [B, T]; -1 at padding."""
     starts: NDArray[np.int64]
-    """The index of each sequence's first packed token, then P, the number of all packed tokens, [R + 1]."""
+    """The index of each sequence's first packed token, followed by P, [R + 1]."""
     positions: Tensor
     """The position of each packed token in its sequence, from 0, int64 [P]."""
 
@@ -59,7 +59,7 @@ def packing_of(ids: Tensor, attention_mask: Tensor | None) -> Packing:
 
     Args:
         ids: token ids, [B, T].
-        attention_mask: 0 at padding, otherwise not 0, [B, T]; None: the batch has no padding.
+        attention_mask: 0 at padding, any other value elsewhere, [B, T]; None if the batch has no padding.
 
     Raises:
         UnsupportedModelError: a row has padding between its tokens, or the mask has another shape.

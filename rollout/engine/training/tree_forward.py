@@ -1,12 +1,12 @@
 """Prefix-tree attention in the trainer's own forward and backward passes, through transformers' attention interface.
 
 While tree attention is attached, the model's attention implementation is our wrapper around the model's own. A tree is
-passed as the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `manager.batch.tree`). Transformers passes a four-dimensional
-mask unchanged to every layer. So do gradient checkpointing (even when it recomputes in the backward pass), DDP, FSDP and
-PEFT. For any other mask, the model's own implementation runs. The model gets no hooks, and its modules are not changed.
+passed as the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `rollout.manager.batch.tree`). Transformers passes a
+four-dimensional mask unchanged to every layer. So do gradient checkpointing (even when it recomputes in the backward pass),
+DDP, FSDP and PEFT. For any other mask, the model's own implementation runs. The model gets no hooks or changed modules.
 
-Inside `paths_of(model)` the tokens of a forward pass continue a path of earlier tokens, whose keys and values are kept. The
-gradients of these keys and values are summed, and the backward pass of the earlier tokens uses the sums.
+Inside `paths_of(model)`, the tokens of a forward pass continue a path of earlier tokens, whose keys and values are stored.
+The gradients of these keys and values are summed, and the backward pass of the earlier tokens uses the sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _layers: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
 
 
 class _Layer(NamedTuple):
-    """The rules for the tokens that a token attends to in one attention layer."""
+    """The rules that determine which tokens a token attends to in one attention layer; see `Scores`."""
 
     window: int | None
     causal: bool
@@ -70,12 +70,12 @@ class _Path:
         end = start + parts[0].shape[2]
         for kept, part in zip(self._kept, parts, strict=True):
             kept[:, :, start:end] = part
-        # Hide the later writes from autograd (`.data`): later forward passes write only after this end, so saved values
-        # stay valid.
+        # Hide later writes from autograd (`.data`): later forward passes write only after `end`, so the values that
+        # autograd saved stay valid.
         return tuple(kept.data[:, :, :end] for kept in self._kept)
 
     def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Add the gradients of all tokens so far. Return and clear the sums from `start` on, which are now complete."""
+        """Add gradients of all tokens so far. Return and clear the sums from token `start` on, which are now complete."""
         taken = []
         for kept, gradient in zip(self._gradients, gradients, strict=True):
             end = gradient.shape[2]
@@ -104,7 +104,7 @@ _paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
 
 @contextmanager
 def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
-    """Make forward passes of trees inside the block continue a path of up to `capacity` tokens."""
+    """Make each forward pass of a tree inside the block continue a path, which has room for `capacity` tokens."""
     own = [module for module in model.modules() if module in _layers]
     _paths.update({module: _Path(capacity) for module in own})
     try:
@@ -152,7 +152,7 @@ class TreeAttachment:
             setattr(config, _FIELD, _registered(own or "eager"))
 
     def detach(self) -> None:
-        """Restore the model's own attention implementation. Call it after the last backward pass; it may be repeated."""
+        """Restore the model's own attention implementation. Call it after the last backward pass, once or more."""
         for config, own in self._before:
             setattr(config, _FIELD, own)
         for module in self._modules:
