@@ -1,7 +1,7 @@
 """Rollouts for a training loop, sampled with the same module that the optimizer steps.
 
-A name is imported when it is first used. The vocabulary (requests, records, sampling parameters, states, errors) does not
-need torch, so a process that only sends requests never loads torch.
+Names are imported when they are first used. The modules for requests, records, sampling parameters, states and errors do
+not need torch, so a process that only sends requests never loads it.
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ __all__ = [*_FIRST, *sorted(_FURTHER)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if find_spec(f"{__name__}.{name}") is not None:
-            # Raise a plain AttributeError: `from rollout import MODULE` then imports the submodule itself.
+            # Raise a plain AttributeError: on it, `from rollout import MODULE` imports the submodule itself.
             raise AttributeError(name)
         from rollout.errors import did_you_mean
 
         cure = did_you_mean(name, _HOME_OF, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"
-        # Raise ImportError here: `from rollout import NAME` would replace the message of an AttributeError by its own.
+        # Raise ImportError for `from rollout import NAME`, which would replace the message of an AttributeError.
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(message, name=__name__)
         raise AttributeError(message)

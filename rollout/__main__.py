@@ -1,4 +1,4 @@
-"""Command line: `rollout serve`, `rollout doctor` and `rollout top`; also as `python -m rollout ...`.
+"""The command line: `rollout serve`, `rollout doctor` and `rollout top`; also as `python -m rollout ...`.
 
 Exit codes:
     0     stopped by Ctrl-C or SIGTERM while serving; --help, --version
@@ -6,8 +6,8 @@ Exit codes:
     2     could not start with these options
     130   Ctrl-C before serving began, or a second Ctrl-C
 
-Errors in the options are one line on stderr, not a traceback. Arguments, model folder and address are checked before
-torch is imported.
+Errors in the options are printed as one line on stderr, without a traceback. Arguments, model folder and address are
+checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ A rollout engine that samples with the module a training loop steps.
   -h, --help        print this
 """
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-"""The modules that `serve` needs beyond the package's dependencies; the extra `serve` installs them."""
+"""The modules that `serve` needs in addition to the package's dependencies. The extra `serve` installs them."""
 
 STOPPED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. After serving, this function exits the process instead of returning.
 
     Args:
-        arguments: the arguments after the program's name. None: `sys.argv[1:]`.
+        arguments: the arguments after the program's name. If None, `sys.argv[1:]`.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: the help of a command was printed, or the arguments cannot be parsed, which was printed too.
+        SystemExit: a command's help or an error in the arguments was printed.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
@@ -105,7 +105,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm = _start(options)
         if options.model.log_requests:
             _print_requests()
-        # Exclude the objects of torch and transformers from garbage collection: a full collection that visits them all
+        # Exclude the objects of torch and transformers from garbage collection. Visiting them all in a full collection
         # would stall every stream for 0.4 s.
         gc.collect()
         gc.freeze()
@@ -114,7 +114,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         llm.close()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    # Skip torch's orderly teardown, which would take seconds: our own resources are already closed.
+    # Skip torch's orderly teardown, which would take seconds. Our own resources are already closed.
     _leave_at_once(code)
 
 
@@ -155,7 +155,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
-    """Print what is installed; try to sample from a tiny random model, and to open a coordinator's sockets."""
+    """Print what is installed. Try to sample from a tiny random model, and to open a coordinator's sockets."""
     rows, code = [*_installed()], STOPPED
     trials: dict[str, Callable[[], list[tuple[str, str]]]] = {
         "sample": partial(_sample, options.device, config),
@@ -174,7 +174,7 @@ def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
 
 
 def _installed() -> Iterator[tuple[str, str]]:
-    """Yield (extra, its packages with their versions, or how to install the missing packages)."""
+    """Yield (extra, text) for each extra: its packages with their versions, and how to install missing ones."""
     wanted = [Requirement(each) for each in metadata.requires("rollout-engine") or ()]
     core = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
     for extra in ("", "serve", "structured", "peft", "trl", "vision", "report", "top"):

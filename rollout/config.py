@@ -1,7 +1,7 @@
 """Configuration dataclasses of the engine, the coordinator and the HTTP server.
 
-Each class is frozen, takes keyword arguments only, and validates every field at construction: an unknown name and a value
-out of range raise `ConfigError`. Defaults are defined here and nowhere else; command-line flags and the reference
+Each class is frozen, takes only keyword arguments, and validates every field at construction. An unknown name or a value
+out of range raises `ConfigError`. Defaults are defined here and nowhere else. Command-line flags and the reference
 documentation are generated from these fields.
 """
 
@@ -44,53 +44,53 @@ from rollout.state import (
 try:
     __version__ = version("rollout-engine")
 except PackageNotFoundError:
-    # The folders are on the path, but the package is not installed.
+    # The package is not installed; its source folder is on `sys.path`.
     __version__ = "0+unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advanced(Options):
-    """Options of one engine that are rarely set: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated."""
+    """Rarely needed options of one engine: `InferenceConfig(advanced=Advanced(...))`. Frozen; validated at construction."""
 
     block_size_tokens: int = 16
-    """Tokens per KV block. At least 1."""
+    """Number of tokens per KV block. At least 1."""
 
     state_slots: int | None = None
-    """Number of recurrent states kept, for models with such layers (linear attention, state spaces, short convolutions), at
-    least 1: one per running sequence, which limits how many run; the rest serve prefix hits. None: two for each of
-    `max_requests`, in at most half of the KV pool's memory."""
+    """Number of recurrent states in memory, at least 1, for models with recurrent layers (linear attention, state spaces,
+    short convolutions). Every running sequence needs one, which limits how many run; the others cache states for prefix
+    hits. If None, twice `max_requests`, in at most half of the KV pool's memory."""
 
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
-    """`lru`: unreferenced blocks stay cached until their memory is needed. `ref_zero`: a block is evicted when its last
-    reference is released."""
+    """With `lru`, unreferenced blocks stay cached until their memory is needed. With `ref_zero`, a block is evicted when
+    its last reference is released."""
 
     image_cache_memory_gb: float = 0.25
-    """Memory that keeps the vision tower's outputs for later turns, in GiB, above 0; `suspend` releases it."""
+    """Size of the cache of vision tower outputs, for images in later turns, in GiB. Above 0. `suspend` releases it."""
 
     track_generated_token_events: bool = False
-    """Record one GENERATED_TOKEN event per token, at a cost in Python time per token."""
+    """Record a GENERATED_TOKEN event for every token. This costs Python time for every token."""
 
     fused_forward: bool = True
-    """On a CPU, run decoders of known families, LoRA included, through a fused C++ forward that reads the parameters
-    of the module in place. False: run the module's own forward, as on CUDA."""
+    """On a CPU, run decoders of known families, with or without LoRA, through a fused C++ forward pass that reads the
+    module's parameters in place. If False, run the module's own forward pass, as on CUDA."""
 
     cuda_graphs: bool = True
-    """On CUDA, capture decode steps as CUDA graphs and replay them. False: run the module's forward in every step."""
+    """On CUDA, capture decode steps as CUDA graphs and replay them. If False, all steps run the module's forward pass."""
 
     virtual_memory: bool = True
-    """On CUDA, map the KV pool with the driver's virtual memory calls: a suspend returns all of it to the driver, and a
-    resume maps it at the same addresses. False, or if the driver lacks them: use torch's allocator and empty its cache at a
-    suspend."""
+    """On CUDA, map the KV pool with the driver's virtual memory calls: `suspend` returns all of its memory to the driver,
+    and `resume` maps it at the same addresses. If False, or if the driver lacks these calls, use torch's allocator and
+    empty its cache at `suspend`."""
 
     verify_model: bool = True
-    """At construction, compare a few tokens computed through the paged path with the model's own forward."""
+    """At construction, compare the engine's logits of a few tokens with those of the model's own forward pass."""
 
     weight_fingerprints: Literal["sampled", "off"] = "sampled"
-    """Check before generating that no weight changed without an optimizer step. `sampled`: compare a few elements of every
-    tensor. `off`: no check."""
+    """Check before generating that no weight changed without an optimizer step. `sampled` compares a few elements of every
+    tensor; `off` checks nothing."""
 
     control_timeout_s: float = 600.0
-    """Deadline of a control call (pause, suspend, resume, ...), in seconds. Above 0."""
+    """Deadline of a control call such as pause, suspend or resume, in seconds. Above 0."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("block_size_tokens",),
@@ -106,71 +106,71 @@ class InferenceConfig(Options):
     """Options of one engine. Frozen; validated at construction."""
 
     kv_cache_blocks: int | None = None
-    """Number of blocks in the KV pool, at least 1. None: as many as fit into `kv_cache_memory_gb`."""
+    """Number of blocks in the KV pool, at least 1. If None, as many as fit into `kv_cache_memory_gb`."""
 
     kv_cache_memory_gb: float | None = None
-    """Size of the KV pool in GiB, above 0. Used only when `kv_cache_blocks` is None. None: computed from
+    """Size of the KV pool in GiB, above 0. Used only if `kv_cache_blocks` is None. If None, computed from
     `kv_cache_memory_fraction`."""
 
     kv_cache_memory_fraction: float = 0.5
-    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a CPU.
-    Capped at the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU a pool that is
-    suspended around the optimizer can have more, say 0.85: the memory that a step also needs is measured and left
-    free, and a resume takes what the trainer has left free."""
+    """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
+    CPU. The pool has at most the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU, you
+    can set more, such as 0.85, if the pool is suspended during the optimizer step: the engine leaves free what its own
+    steps need, and `resume` shrinks the pool to what the trainer leaves free."""
 
     max_sequence_length: int | None = None
-    """Maximum length of prompt + completion, in tokens. None: the model's `max_position_embeddings`."""
+    """Maximum length of prompt + completion, in tokens. If None, the model's `max_position_embeddings`."""
 
     max_requests: int = 256
     """Maximum number of active (running) sequences. At least 1."""
 
     max_tokens_per_step: int | None = None
-    """Token budget of one forward; decodes are scheduled first, prefill chunks use the rest. At least `max_requests`. None:
-    8192 on CUDA, 2048 elsewhere, or `max_requests` if that is more."""
+    """Token budget of one forward pass, at least `max_requests`. Decodes are scheduled first, and prefill chunks use the
+    rest. If None, 8192 on CUDA and 2048 elsewhere, or `max_requests` if that is more."""
 
     enable_prefix_caching: bool = True
     """Share full KV blocks between requests with equal prefixes under the same policy version."""
 
     kv_cache_host_memory_gb: float | None = None
-    """Size of a host tier of the prefix cache in GiB, above 0: blocks that the KV pool evicts are kept there, and loaded
-    when a prompt starts with them. It is allocated at construction (pinned on CUDA), in addition to the memory of a suspend.
-    Not for models with recurrent layers. None: evicted blocks are computed again."""
+    """Size of the prefix cache's host tier in GiB, above 0. It stores blocks that the KV pool evicts, and loads them again
+    when a prompt starts with them. Its memory is allocated at construction (pinned on CUDA), in addition to the memory that
+    `suspend` uses. Not for models with recurrent layers. If None, evicted blocks are computed again."""
 
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.OFFLOAD
-    """Default mode of `suspend`. `persist`: the KV cache stays on the device. `offload`: it is copied to host memory and
-    back. `recompute`: it is dropped and prefilled again."""
+    """Default mode of `suspend`. `persist` keeps the KV cache on the device. `offload` copies it to host memory, and
+    `resume` copies it back. `recompute` drops it, and it is prefilled again after `resume`."""
 
     max_staleness: int | None = None
-    """Maximum number of weight updates between sampling a token and training on it, at least 0. None: unlimited."""
+    """Maximum number of weight updates between sampling a token and training on it, at least 0. If None, unlimited."""
 
     staleness_policy: StalenessPolicy = StalenessPolicy.PARTIAL
-    """Handling of a request that would exceed `max_staleness`. `partial`: it finishes with the tokens it has. `requeue`: it
-    starts again from its prompt. `mask`: it continues, and its stale tokens are masked out of the loss."""
+    """Handling of a request that would exceed `max_staleness`. `partial` finishes it with the tokens it has. `requeue`
+    starts it again from its prompt. `mask` continues it, and masks its stale tokens out of the loss."""
 
     seed: int = 0
-    """Base seed of requests without their own seed. In [0, 2**63)."""
+    """Base seed for requests without a seed of their own, in [0, 2**63)."""
 
     exact: bool = False
-    """Sample with log-probs that equal, bit for bit, the trainer's inside `with rollout.exact(model)`, for Llama, Mistral,
-    Qwen2 and Qwen3 on a CPU."""
+    """Compute sampling log-probs that are bit for bit equal to the trainer's inside `with rollout.exact(model)`. Only for
+    Llama, Mistral, Qwen2 and Qwen3 on a CPU."""
 
     record_routes: bool = False
-    """Record the experts that every router of a mixture of experts chooses, in the KV blocks next to K and V, for
-    `RolloutBatch.routed_experts` and `with rollout.replay(batch, model)`. Steps run without CUDA graphs."""
+    """Record which experts every router of a mixture-of-experts model chooses, for `RolloutBatch.routed_experts` and `with
+    rollout.replay(batch, model)`. Routes are stored in the KV blocks next to K and V. Steps run without CUDA graphs."""
 
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. None: the autocast state around the call, or
-    the one that the model's own forward sets (accelerate)."""
+    """Dtype of `torch.autocast` during rollouts: `bfloat16` or `float16`. If None, the caller's autocast state applies, or
+    the autocast that the model's own `forward` sets (accelerate)."""
 
     inference_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Sample from a copy of the weights in this dtype, refreshed after each update: `float32`, `bfloat16` or `float16`.
-    None together with `inference_device=None`: sample from the trainer's weights, without a copy."""
+    """Sample from a copy of the weights in this dtype (`float32`, `bfloat16` or `float16`), refreshed after each update. If
+    this and `inference_device` are both None, sample from the trainer's weights, without a copy."""
 
     inference_device: str | None = None
-    """Sample from a copy of the weights on this device, such as `cuda:1`. None: the trainer's device."""
+    """Sample from a copy of the weights on this device, such as `cuda:1`. If None, the trainer's device."""
 
     advanced: Advanced = Advanced()
-    """Options that few runs set."""
+    """Rarely needed options."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("max_requests",),
@@ -211,29 +211,29 @@ class InferenceConfig(Options):
 
     @property
     def step_tokens(self) -> int:
-        """`max_tokens_per_step`, or its CPU default if that is None; an engine replaces None by its own budget."""
+        """The token budget of one step: `max_tokens_per_step`, or if None, the CPU default (CUDA engines set their own)."""
         return max(2048, self.max_requests) if self.max_tokens_per_step is None else self.max_tokens_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorAdvanced(Options):
-    """Options for large jobs and slow networks: `CoordinatorConfig(advanced=CoordinatorAdvanced(...))`. Frozen; validated.
+    """Options for large jobs and slow networks, passed as `CoordinatorConfig(advanced=CoordinatorAdvanced(...))`.
 
-    Import it from `rollout.config`."""
+    Frozen; validated at construction. Import the class from `rollout.config`."""
 
     heartbeat_timeout_s: float = 30.0
-    """Seconds without incoming traffic after which a peer is considered dead, above 0. Peers send a heartbeat when they have
-    sent nothing else for a thirtieth of it."""
+    """Seconds without incoming traffic after which a peer is considered dead, above 0. A peer that has sent nothing for a
+    thirtieth of this time sends a heartbeat."""
 
     progress_interval: int = 16
-    """A rank reports a sample's new tokens each time it has this many, at least 1. Upper bound of the tokens per sample that
-    are computed again when the rank dies."""
+    """Number of new tokens of a sample after which a rank reports them, at least 1. If the rank dies, at most this many
+    tokens per sample are computed again."""
 
     no_rank_timeout_s: float = 600.0
     """Seconds without a ready rank after which waiting requests fail with `RequestTimeoutError`. Above 0."""
 
     max_open_mb: int = 1024
-    """Maximum memory of one client's open groups, in MiB: prompts, parameters, known tokens. At least 1."""
+    """Maximum memory of one client's open requests (prompts, parameters and known tokens), in MiB. At least 1."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("progress_interval", "max_open_mb"),
@@ -251,45 +251,45 @@ class CoordinatorConfig(Options):
     """Options of the coordinator. Frozen; validated at construction."""
 
     data_parallel_size: int = 1
-    """Number of ranks of the job, at least 1. Barriers and deterministic routing wait for this many; other routing works
-    with fewer or more."""
+    """Number of ranks in the job, at least 1. Barriers and deterministic routing wait for this many ranks; other routing
+    works with fewer or more."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. An address other than loopback requires keys, or `insecure`."""
+    """Address to listen on. An address other than loopback requires job keys (`JobKeys`), or `insecure`."""
 
     inference_coordinator_port: int | None = None
-    """TCP port to listen on, in [1, 65535]. None: a free port."""
+    """TCP port to listen on, in [1, 65535]. If None, a free port is chosen."""
 
     insecure: bool = False
-    """Allow listening on an address other than loopback without keys. Every process that reaches the port can then submit
-    requests, read results and stop the job."""
+    """Allow listening on an address other than loopback without job keys. Every process that reaches the port can then
+    submit requests, read results and stop the job."""
 
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
-    """Routing policy: `longest_prefix`, `first_prefix_block`, `load_balanced` or `round_robin`."""
+    """Policy that routes requests to ranks: `longest_prefix`, `first_prefix_block`, `load_balanced` or `round_robin`."""
 
     enable_prefix_caching: bool = True
-    """Consider cached prefixes when routing. False: route as `load_balanced`, unless the policy is `round_robin`."""
+    """Consider cached prefixes when routing. If False, a prefix policy routes like `load_balanced`."""
 
     block_size_tokens: int = 16
-    """Tokens per block hash, at least 1. Must equal every rank's `block_size_tokens`."""
+    """Number of tokens per hashed KV block, at least 1. Must equal every rank's `block_size_tokens`."""
 
     deterministic_mode: bool = False
-    """Route by order of arrival and sorted rank names only, independent of timing. Priority does not affect the choice of
-    the rank, and a text prompt keeps its place in the order while it is tokenised."""
+    """Route only by order of arrival and sorted rank names, so that timing has no effect. A request's priority then does
+    not affect the choice of the rank, and a text prompt keeps its place in the order while it is tokenised."""
 
     schedule_output_path: str | None = None
-    """JSON file to which every routing decision is written when it is taken. A coordinator that replaces a dead one writes
-    to `PATH.1`, the next one to `PATH.2`. None: not recorded."""
+    """Path of a JSON file to which every routing decision is written immediately. A coordinator that replaces a dead one
+    writes to `PATH.1`, the next one to `PATH.2`. If None, decisions are not written."""
 
     seed: int = 0
-    """Base seed of requests without their own seed, assigned in order of arrival. In [0, 2**63)."""
+    """Base seed, in [0, 2**63). Requests without a seed of their own derive one from it and their order of arrival."""
 
     tokenizer: str | None = None
-    """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. None: the tokenizer of
-    the `LLM` or `RolloutManager` that starts the coordinator, unless it runs in Python: send token ids then."""
+    """Path or content of a `tokenizer.json`, for text prompts and for engines without a tokenizer. If None, the tokenizer
+    of the `LLM` or `RolloutManager` that starts the coordinator; if it depends on Python code, send token ids."""
 
     advanced: CoordinatorAdvanced = CoordinatorAdvanced()
-    """Timeouts and bounds that few jobs set."""
+    """Rarely needed timeouts and bounds."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("data_parallel_size", "block_size_tokens"),
@@ -306,37 +306,37 @@ class ServerConfig(Options):
     """Options of the HTTP server. Frozen; validated at construction."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. An address other than loopback requires `api_key`, or `insecure`."""
+    """Address to listen on. An address other than loopback requires `api_key` or `insecure`."""
 
     port: int = 8000
-    """TCP port to listen on, in [0, 65535]. 0: a free port."""
+    """TCP port to listen on, in [0, 65535]. If 0, a free port is chosen."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Key that clients send as `Authorization: Bearer KEY`, required on every path but /health and /ping: visible ASCII
-    characters without spaces. None: no authentication."""
+    """Key that clients send as `Authorization: Bearer KEY`, in visible ASCII characters without spaces. It is required on
+    every path except /health and /ping. If None, there is no authentication."""
 
     served_model_name: str | None = None
-    """Name of the model in requests and replies. None: the name or path it was loaded from."""
+    """Name of the model in requests and replies. If None, the name or path that the model was loaded from."""
 
     admin: bool = False
-    """Serve the control routes: pause, sleep, weights, abort, ... Requires `api_key`, or `insecure`."""
+    """Serve the control routes (pause, sleep, weights, abort, ...). Requires `api_key` or `insecure`."""
 
     insecure: bool = False
-    """Allow listening on an address other than loopback, or `admin`, without a key. Every process that reaches the port
-    can then use the routes."""
+    """Allow listening on an address other than loopback, or `admin`, without a key. Every process that reaches the port can
+    then use all routes."""
 
     max_open_requests: int = 4096
-    """Maximum number of samples (prompts times n) open over HTTP at the same time, at least 1. More are rejected with status
-    429."""
+    """Maximum number of samples (prompts times n) that are open over HTTP at the same time, at least 1. Requests beyond
+    this limit are rejected with status 429."""
 
     request_timeout_s: float = 600.0
-    """Maximum duration of a request, in seconds, above 0. Also the upper bound of a request's own `timeout_s`."""
+    """Maximum duration of a request, in seconds, above 0. A request's own `timeout_s` is capped at this value."""
 
     chat_template: str | None = None
-    """Jinja chat template, or the path of a file with one. None: the tokenizer's template."""
+    """Jinja chat template, or the path of a file that contains one. If None, the tokenizer's template is used."""
 
     shutdown_grace_s: float = 5.0
-    """Seconds that running requests may take to finish when the server stops, at least 0; afterwards they are aborted."""
+    """Seconds that running requests have to finish when the server stops, at least 0. They are then aborted."""
 
     _rules: ClassVar[Rules] = {
         ADDRESS: ("host",),
@@ -381,7 +381,7 @@ def _is_loopback(host: str) -> bool:
 
 @cache
 def documentation(options: type) -> dict[str, str]:
-    """Return the string below each field of a class as one line, by the field's name."""
+    """Return a dict from each field of a class to the docstring below that field, as one line."""
     (definition,) = ast.parse(dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)
     return {

@@ -1,4 +1,4 @@
-"""The manager of this process: `init` creates it, and the package's functions act on it.
+"""The current manager of this process: `init` creates it, and the functions of the package act on it.
 
 manager = rollout.init(model, tokenizer, optimizer)
 batch = rollout.generate(prompts, n=8, max_tokens=256)
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _managers: list[RolloutManager] = []
-"""The manager of this process, which may be closed; empty before `init`."""
+"""A list with the manager of this process, which may be closed. It is empty before `init`."""
 
 
 def _current() -> RolloutManager | None:
@@ -52,10 +52,10 @@ def init(
     Args:
         model, tokenizer, token_values, coordinator, journal: as in `RolloutManager`.
         optimizer: the optimizer (or a wrapper of it) whose steps raise the policy version; see
-            `trainer_hooks.optimizer.attach`. None: attach an optimizer later, or call `rollout.weights_updated()` after each
-            update.
-        config: options of the engine. None: the defaults.
-        options: `InferenceConfig` fields, in place of `config`: `init(model, tokenizer, kv_cache_memory_gb=2)`.
+            `trainer_hooks.optimizer.attach`. If None, attach an optimizer later, or call `rollout.weights_updated()` after
+            each update.
+        config: engine options. If None, the defaults.
+        options: `InferenceConfig` fields, given in place of `config`: `init(model, tokenizer, kv_cache_memory_gb=2)`.
 
     Raises:
         EngineStateError: this process already has a manager.
@@ -114,7 +114,7 @@ metrics = _acting(RolloutManager.metrics)
 
 
 def close() -> None:
-    """Close the manager of this process (`RolloutManager.close`). Harmless when repeated."""
+    """Close the manager of this process (`RolloutManager.close`). Further calls do nothing."""
     for manager in _managers:
         manager.close()
 
@@ -124,15 +124,15 @@ def score(rollouts: RolloutBatch | Sequences, /, **options: Any) -> TokenScores:
 @overload
 def score(model: nn.Module, rollouts: RolloutBatch | Sequences, /, **options: Any) -> TokenScores: ...
 def score(*given: Any, **options: Any) -> TokenScores:
-    """Return log-probs of given sequences under the policy, or under another model with an engine only for this call.
+    """Return log-probs of sequences under the policy, or under another model, for which the call builds a temporary engine.
 
         rollout.score(batch, entropy=True)         `RolloutManager.score` on this process's manager
         rollout.score(reference_model, batch)      another model, such as a reference or a teacher
 
     Args:
-        given: sequences; or a causal language model in transformers, followed by sequences.
-        options: as in `RolloutManager.score`. With a model, `config` (an `InferenceConfig`) is an option, and `adapter` is
-            not.
+        given: the sequences, or a causal language model in transformers followed by the sequences.
+        options: as in `RolloutManager.score`. If a model is given, `config` (an `InferenceConfig`) is also accepted, and
+            `adapter` is not.
     """
     if given and isinstance(given[0], nn.Module):
         return score_under(*given, **options)

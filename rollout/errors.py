@@ -1,22 +1,22 @@
-"""Exception hierarchy of the package. Messages name the value, the violated rule and the remedy.
+"""The exception hierarchy of the package. Messages name the value, the violated rule and the remedy.
 
 RolloutError
 ├── ConfigError            (ValueError)    an option is unknown or out of range
 ├── UnsupportedModelError  (ValueError)    the model uses a feature that the engine cannot reproduce
-├── RequestError                           one request ended without a result; carries `request_id`
-│   ├── InvalidRequestError (ValueError)   rejected at admission: it can never be served
+├── RequestError                           one request finished without a result; has `request_id`
+│   ├── InvalidRequestError (ValueError)   rejected at admission, because it can never be served
 │   ├── RequestAbortedError                the request was aborted
-│   ├── RequestFailedError                 the step that computed it raised; the cause is `__cause__`
-│   ├── StaleRequestError                  it exceeded `max_staleness`
-│   ├── RequestTimeoutError (TimeoutError) its deadline passed, or no rank was ready within `no_rank_timeout_s`
+│   ├── RequestFailedError                 an engine step raised while computing it; see `__cause__`
+│   ├── StaleRequestError                  its tokens are older than `max_staleness` allows
+│   ├── RequestTimeoutError (TimeoutError) its deadline passed, or no rank was ready for `no_rank_timeout_s`
 │   ├── RankLostError                      several ranks died while computing it
-│   └── QueueFullError                     a limit of open requests is reached
-├── RolloutFailedError                     some samples of a batch failed; carries the whole `batch`
+│   └── QueueFullError                     a limit on open requests is reached
+├── RolloutFailedError                     some samples of a batch failed; has the whole `batch`
 ├── EngineStateError       (RuntimeError)  the call is not allowed in the engine's current state
 ├── EngineDeadError        (RuntimeError)  the engine has stopped permanently
-├── WeightsChangedError    (RuntimeError)  weights changed without an announced update; carries `tensors`
+├── WeightsChangedError    (RuntimeError)  weights changed without an announced update; has `tensors`
 ├── DeadlineError          (TimeoutError)  a wait exceeded its deadline
-├── ControlError           (RuntimeError)  engines did not complete a control call; carries `engines`
+├── ControlError           (RuntimeError)  engines did not complete a control call; has `engines`
 ├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has closed this connection
 ├── JournalError           (OSError)       the storage does not meet a journal's requirements
 └── SerializationError     (ValueError)    a received payload has an unexpected shape
@@ -62,7 +62,7 @@ class RequestError(RolloutError):
     """The error of one request that finished without a result.
 
     Attributes:
-        request_id: id of the request; None: the request failed before an id was assigned.
+        request_id: id of the request. None if the request failed before an id was assigned.
     """
 
     def __init__(self, message: str, request_id: int | None = None) -> None:
@@ -74,7 +74,7 @@ class InvalidRequestError(RequestError, ValueError):
     """The error of a request that was rejected at admission because it can never be served."""
 
     def at(self, place: str = "") -> InvalidRequestError:
-        """Return the same error with a place such as `prompts[0]: ` instead of the id, which the caller has never seen."""
+        """Return the error with a place such as `prompts[0]: ` in place of the id, which the caller does not know."""
         return InvalidRequestError(place + re.sub(r"^request [0-9]+: ", "", str(self)), self.request_id)
 
 
@@ -83,7 +83,7 @@ class RequestAbortedError(RequestError):
 
 
 class RequestFailedError(RequestError):
-    """The error of a request whose engine step raised; the original exception is `__cause__`."""
+    """The error of a request whose engine step raised an exception, which is `__cause__`."""
 
 
 class StaleRequestError(RequestError):
@@ -91,22 +91,22 @@ class StaleRequestError(RequestError):
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The error of a request whose deadline passed, or for which no rank was ready within `no_rank_timeout_s`."""
+    """The error of a request whose deadline passed, or for which no rank was ready for `no_rank_timeout_s`."""
 
 
 class RankLostError(RequestError):
-    """The error of a request that several ranks were computing when they died. It may be the cause, so it is not retried."""
+    """The error of a request that is not retried, because several ranks died while they were computing it."""
 
 
 class QueueFullError(RequestError):
-    """The error of a request beyond a limit on open requests; try again when other requests have finished."""
+    """The error of a request that exceeds a limit on open requests. Try again when other requests have finished."""
 
 
 class RolloutFailedError(RolloutError):
-    """The error for a batch with failed samples. `batch` has every row, with failed rows masked out.
+    """The error for a batch with failed samples. `batch` contains every row, with failed rows masked out.
 
     Attributes:
-        batch: the `RolloutBatch`, whose `errors` give the cause for each failed row.
+        batch: the `RolloutBatch`. Its `errors` give the cause for each failed row.
     """
 
     def __init__(self, message: str, batch: object) -> None:
@@ -119,7 +119,7 @@ class EngineStateError(RolloutError, RuntimeError):
 
 
 class EngineDeadError(RolloutError, RuntimeError):
-    """The error of an engine that has stopped permanently; create a new engine."""
+    """The error of an engine that has stopped permanently. Create a new engine."""
 
 
 class WeightsChangedError(RolloutError, RuntimeError):
@@ -137,8 +137,8 @@ class WeightsChangedError(RolloutError, RuntimeError):
 class DeadlineError(RolloutError, TimeoutError):
     """The error of a wait that exceeded its deadline.
 
-    `__notes__`, which tracebacks print, has the state of this process's engines, connections and threads when the error was
-    created. `rollout.threads.diagnosis` provides it by setting `note`.
+    Tracebacks print its `__notes__`, which describe this process's engines, connections and threads at the time of the
+    error. `rollout.threads.diagnosis` sets `note` to a function that returns this description.
     """
 
     note: ClassVar[Callable[[], str]] = staticmethod(str)
@@ -162,11 +162,11 @@ class ControlError(RolloutError, RuntimeError):
 
 
 class ConnectionLostError(RolloutError, ConnectionError):
-    """The error of a connection whose coordinator is gone or has closed it; raised for every request that was open on it.
+    """The error of a connection whose coordinator is gone or has closed it. Every request open on it raises this error.
 
     Attributes:
-        final: whether reconnecting cannot succeed, because the protocol versions differ or another process uses this
-            peer's name.
+        final: whether reconnecting cannot succeed, because protocol versions differ or another process uses this peer's
+            name.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:
@@ -223,7 +223,7 @@ _SAME_AS = {
         "AsyncLLM": "AsyncLLMEngine",
     },
 }
-"""Class (or "rollout") → our name → names for the same thing in transformers, TRL, vLLM, SGLang and verl."""
+"""A dict from class (or "rollout") to our names, each with the names in transformers, TRL, vLLM, SGLang and verl."""
 
 _OUR_NAMES = {
     theirs: (ours, owner)
@@ -234,19 +234,19 @@ _OUR_NAMES = {
 
 
 def our_name(name: str) -> str:
-    """Return this package's name for another library's `name`; if there is none, `name` itself."""
+    """Return this package's name for another library's `name`, or `name` itself if there is none."""
     return _OUR_NAMES.get(name, (name,))[0]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
-    """Return a "did you mean" question with the synonyms or nearest known names of `name`, or `otherwise`.
+    """Return a "did you mean" question that suggests a synonym or the nearest known names, or else `otherwise`.
 
-    If the meant option belongs to another class in this package, the question names that class.
+    If the suggested option belongs to another class in this package, the question names that class.
 
     Args:
         name: the unknown name or command-line flag.
         known: the known names.
-        otherwise: text to return if no known name is near.
+        otherwise: text to return if no known name is similar.
         most: maximum number of names in the question.
         cutoff: minimum similarity, in [0, 1], as in `difflib.get_close_matches`.
     """
@@ -263,7 +263,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
 
 
 def unknown_attribute(owner: object, name: str) -> NoReturn:
-    """Raise `AttributeError` for an unknown attribute; used as the `__getattr__` of a class.
+    """Raise `AttributeError` for an unknown attribute. Classes use this function as their `__getattr__`.
 
     Raises:
         AttributeError: always; the message gives the nearest name.
@@ -279,7 +279,7 @@ class NamedOptions:
     """The base class of option dataclasses.
 
     Raises:
-        ConfigError: a keyword argument is not an option. The message gives the nearest option, including options of nested
+        ConfigError: a keyword argument is not an option. The message suggests the nearest option, also from nested
             dataclasses.
     """
 
@@ -307,10 +307,10 @@ class NamedOptions:
 # --- rules for the values of options ------------------------------------------------------------------------------------
 
 Rule = tuple[Callable[[Any], bool], str]
-"""A function that tests whether a value is allowed, and the allowed values in words."""
+"""A function that tests whether a value is allowed, and a description of the allowed values."""
 
 Rules = Mapping[Rule, tuple[str, ...]]
-"""Rule → names of the options that it applies to."""
+"""A dict from each rule to the names of the options that it applies to."""
 
 
 def is_int(value: object) -> bool:
@@ -344,9 +344,9 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """The base class of option dataclasses, which validates values.
+    """The base class of option dataclasses that validates values.
 
-    Rules for booleans and enums follow from the defaults; `_rules` has the other rules.
+    Rules for booleans and enums are derived from the defaults. `_rules` contains the other rules.
     """
 
     _rules: ClassVar[Rules] = {}
@@ -377,7 +377,7 @@ class Options(NamedOptions):
             ) from exc
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed, validated again."""
+        """Return a copy with some fields changed, and validate it."""
         return replace(self, **changes)  # type: ignore[type-var]
 
     @classmethod

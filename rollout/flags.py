@@ -1,6 +1,6 @@
-"""Command-line flags of `rollout serve` and `rollout doctor`: the fields of the configuration dataclasses, read by tyro.
+"""The command-line flags of `rollout serve` and `rollout doctor`: fields of configuration dataclasses, parsed by tyro.
 
-No help text or error message contains the API key. Does not import torch.
+No help text or error message contains the API key. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.config import (
 from rollout.errors import ConfigError, did_you_mean
 
 API_KEY = "ROLLOUT_API_KEY"
-"""Environment variable with the API key, read when no flag sets it."""
+"""The environment variable that contains the API key. It is read if no flag sets the key."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 T = TypeVar("T")
@@ -34,61 +34,61 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Model to serve, and its device."""
+    """The model to serve, and its device."""
 
     model_dir: Positional[Annotated[str, arg(metavar="MODEL_DIR")]]
-    """Folder of the model: config.json, *.safetensors and, unless --tokenizer is given, the tokenizer's files."""
+    """Folder of the model, with config.json, *.safetensors and, unless --tokenizer is given, the tokenizer's files."""
 
     tokenizer: str | None = None
-    """Folder of the tokenizer. None: MODEL_DIR."""
+    """Folder of the tokenizer. If None, MODEL_DIR."""
 
     dtype: Dtype = "auto"
-    """Dtype of the weights. auto: the dtype they were saved in."""
+    """Dtype of the weights. `auto` is the dtype that they were saved in."""
 
     device: str = "auto"
-    """Device of the model in torch's notation: cpu, cuda, cuda:1, ... auto: cuda if available, else cpu."""
+    """Device of the model in torch's notation, such as cpu, cuda or cuda:1. `auto` is cuda if available, else cpu."""
 
     use_coordinator: bool = False
-    """Start a separate coordinator process, which pause and suspend require. Implied by --admin."""
+    """Start a separate coordinator process, which pause and suspend require. --admin implies this flag."""
 
     log_requests: bool = False
-    """Print one line per request to stderr when its reply is complete: client, method, path, status, seconds, request id."""
+    """Print one line to stderr when a reply is complete: client, method, path, status, seconds, request id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Validated options of one command line."""
+    """The validated options of one command line."""
 
     model: OmitArgPrefixes[ModelOptions]
     server: OmitArgPrefixes[ServerConfig]
     engine: OmitArgPrefixes[InferenceConfig]
     coordinator: CoordinatorConfig
-    """Options of the coordinator; flags are prefixed, because engine and server have options of the same name."""
+    """Options of the coordinator. Their flags have a prefix, because engine and server have options with the same names."""
 
     @property
     def wants_coordinator(self) -> bool:
-        """Whether there is a coordinator process; False: direct mode."""
+        """Whether a coordinator process is started. If False, the server calls the engine directly."""
         return self.model.use_coordinator or self.server.admin
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Model to examine, and what to print."""
+    """The model to examine, and what to print."""
 
     model_dir: Positional[Annotated[str | None, arg(metavar="[MODEL_DIR]")]] = None
-    """Folder of the model: config.json and *.safetensors. None: say what is installed and works on this machine."""
+    """Folder of the model, with config.json and *.safetensors. If None, say what is installed and works on this machine."""
 
     dtype: Dtype = "auto"
-    """Dtype of the weights. auto: the dtype they were saved in."""
+    """Dtype of the weights. `auto` is the dtype that they were saved in."""
 
     device: str = "auto"
-    """Device of the model in torch's notation: cpu, cuda, cuda:1, ... auto: cuda if available, else cpu."""
+    """Device of the model in torch's notation, such as cpu, cuda or cuda:1. `auto` is cuda if available, else cpu."""
 
     measure: bool = True
-    """Time a short decode of random tokens; a few seconds."""
+    """Measure the speed of a short decode of random tokens, which takes a few seconds."""
 
     json: bool = False
-    """Print JSON."""
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +112,18 @@ _COMMON: list[tuple[type, str]] = [
     *((ServerConfig, name) for name in ("host", "port", "api_key", "served_model_name", "chat_template", "admin")),
     *((InferenceConfig, name) for name in ("kv_cache_memory_gb", "max_sequence_length", "max_requests", "seed")),
 ]
-"""Options that `rollout serve --help` lists."""
+"""The options that `rollout serve --help` lists."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeOptions:
     """Parse the arguments after `rollout serve`.
 
     Args:
-        environment: where `API_KEY` is looked up if the arguments contain no key; an empty value counts as unset.
+        environment: variables that may contain `API_KEY`, for arguments without a key. An empty value counts as unset.
 
     Raises:
         ConfigError: an option is unknown, or options contradict each other.
-        SystemExit: `--help`, `--help-all` (0); MODEL_DIR is missing or a value is invalid (2). Printed to the terminal.
+        SystemExit: the help was requested (status 0), or MODEL_DIR is missing or a value is invalid (status 2).
     """
     if "--help" in arguments or "-h" in arguments:
         print(_short_help())
@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeOpti
 
 
 def parse_doctor(arguments: Sequence[str]) -> tuple[DoctorOptions, InferenceConfig]:
-    """Parse the arguments after `rollout doctor`. Raises: see `parse`."""
+    """Parse the arguments after `rollout doctor`. Raises the same errors as `parse`."""
     options = _parsed(_Doctor, arguments, "doctor", _ABOUT_DOCTOR)
     return options.doctor, options.engine
 
@@ -146,7 +146,7 @@ def _parsed(kind: type[T], arguments: Sequence[str], command: str, about: str) -
     prog = f"rollout {command}"
     known = _flags(kind)
     for argument in arguments:
-        # Only the name is shown, because the value may be a key.
+        # Show only the name in the error, because the value may be a key.
         name = argument.partition("=")[0].replace("_", "-")
         if re.match(r"--?[a-zA-Z]", name) and name not in known:
             raise ConfigError(f"{name}: no such option; {did_you_mean(name, known, f'`{prog} --help` lists them')}")

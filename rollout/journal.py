@@ -1,20 +1,20 @@
-"""Append-only journal of finished groups, with checkpoints.
+"""An append-only journal of finished groups, with checkpoints.
 
     journal = Journal("run/journal-rank0")
     journal.append(samples)                          write a finished group
     mark = journal.checkpoint(step)                  start a new file; save the mark in the trainer's checkpoint
     for group in journal.since(mark): ...            after a restart: groups finished since that checkpoint
 
-A journal is a folder of files. Opening the journal, and every checkpoint, begins a new file, which one process writes:
+A journal is a folder of files. Opening the journal, and every checkpoint, starts a new file. One process writes it:
 
     000003-40-9f86d081884c7d65.journal               file name: a number, and a mark (a step and a random part)
     {"rollout_journal": 5}                           the first line
     length, CRC of the body | body                   per group; the body has the samples and the key, as msgpack
 
-Always true: `since` returns every appended group once, in order, even after a kill. A group is left out, with a warning,
-only if its bytes were damaged; if a length is damaged, the rest of the file is left out. Nothing is unpickled. Files older
-than the oldest of `keep_checkpoints` checkpoints are removed. `checkpoint` and `close` sync files to disk, so a crash of the
-whole machine may lose groups that were appended after the last of these calls.
+`since` returns every appended group once, in order, even after a kill. Only damaged groups are left out, with a warning. If
+a length is damaged, the rest of the file is left out too. Nothing is unpickled. Files older than the oldest of the last
+`keep_checkpoints` checkpoints are removed. `checkpoint` and `close` sync files to disk, so a crash of the machine loses at
+most the groups that were appended after the last of these calls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SegmentName(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of a group: the path of the file, and the offset in it. `Journal.read` takes it."""
+    """The location of a group, for `Journal.read`: the path of its file, and its offset in the file."""
 
     path: Path
     start: int
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A group as passed to `Journal.append`, with its place."""
+    """A group as passed to `Journal.append`, with its location."""
 
     samples: list[DynamicInferenceRequest]
     key: bytes
@@ -77,13 +77,12 @@ class FinishedGroup:
 
 
 class Journal:
-    """A writer and reader of the groups that have finished since a checkpoint. Not thread-safe.
+    """A writer and reader of finished groups. Not thread-safe.
 
     Args:
-        folder: folder of the journal, which is created if it is missing. It has one writer, so every rank needs its own
-            folder.
-        keep_checkpoints: number of newest checkpoints whose marks `since` accepts. At least 2, because the trainer has not
-            yet saved the newest mark when `checkpoint` returns.
+        folder: folder of the journal, created if it is missing. A folder has one writer, so every rank needs its own.
+        keep_checkpoints: number of newest checkpoints whose marks `since` accepts. At least 2, because when `checkpoint`
+            returns, the trainer has not yet saved the newest mark.
 
     Raises:
         ConfigError: an option is out of range.
@@ -99,9 +98,9 @@ class Journal:
         self.folder = Path(folder).absolute()
         self._keep = keep_checkpoints
         self._line: list[str] = []
-        """The marks of the checkpoints that lead to the current state, oldest first."""
+        """The marks of the checkpoints that led to the current state, oldest first."""
         self._file = -1
-        """The file descriptor of the newest file; -1: the journal is closed."""
+        """The file descriptor of the newest file. -1 if the journal is closed."""
         self._end = 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -121,15 +120,15 @@ class Journal:
         forks.in_child(self, lambda journal: journal._release(forked=True))
 
     def append(self, samples: Sequence[DynamicInferenceRequest], key: bytes = b"") -> Place:
-        """Append a finished group; return its place, for `read`.
+        """Append a finished group. Return its place, for `read`.
 
         Args:
             samples: all samples of the group, merged.
-            key: the caller's bytes, returned unchanged with the group.
+            key: bytes of the caller, which `since` and `read` return unchanged with the group.
 
         Raises:
             JournalError: the write failed, for example on a full disk; nothing was added, and a later call may succeed. Or
-                the journal is closed, or was opened before a fork.
+                the journal is closed, or was opened before this process was forked.
         """
         self._check_open()
         body = msgpack.packb({"key": key, "samples": [sample.serialize() for sample in samples]})
@@ -137,8 +136,8 @@ class Journal:
         try:
             self._end = _write(self._file, _HEAD.pack(len(body), zlib.crc32(body)) + body, self._end)
         except BaseException as exc:
-            # Ignore errors: even without truncation, the next record overwrites the partial one. If none follows,
-            # readers skip the partial record at the end of the file.
+            # Ignore errors of the truncation: without it, the next record overwrites the partial one. If no record
+            # follows, readers skip the partial record at the end of the file.
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             if isinstance(exc, OSError):
@@ -161,7 +160,7 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Count only the marks of the current line of checkpoints: a newer mark may belong to a checkpoint that was
+            # Count only the marks of the current line of checkpoints. A newer mark may belong to a checkpoint that was
             # never saved.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
@@ -170,10 +169,10 @@ class Journal:
         return self._line[-1]
 
     def since(self, mark: str | None) -> Iterator[FinishedGroup]:
-        """Return an iterator over the groups appended after the checkpoint with this mark; None: over all groups.
+        """Return an iterator over the groups appended after the checkpoint with this mark. If None, over all groups.
 
-        All of these groups stay on the disk until the next `checkpoint`. An unknown mark raises a `ConfigError` that lists
-        the known marks.
+        These groups stay on disk until the next `checkpoint`. An unknown mark raises `ConfigError`, which lists the known
+        marks.
         """
         names = self._names()
         if mark is not None:
@@ -188,7 +187,7 @@ class Journal:
         return (group for name in names for group in self._groups(name.path(self.folder)))
 
     def read(self, place: Place) -> FinishedGroup | None:
-        """Read one group again; None: the group's file has been removed since, or the group is damaged."""
+        """Read one group again. Return None if the group's file has been removed since, or the group is damaged."""
         try:
             with place.path.open("rb") as file:
                 file.seek(place.start)
@@ -199,7 +198,7 @@ class Journal:
             raise _trouble(place.path, "be read", exc) from exc
 
     def sync(self) -> None:
-        """Sync all appended groups to disk. A `JournalError` closes the journal, whose contents are then unknown."""
+        """Sync all appended groups to disk. If this fails, close the journal and raise `JournalError`."""
         try:
             os.fsync(self._file)
         except OSError as exc:
@@ -226,8 +225,8 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
             if not forked:
-                # Unlock before closing: a newly forked child still has a copy of the descriptor, which would keep the
-                # lock.
+                # Unlock before closing: a child process that was just forked still has a copy of the descriptor, which
+                # would keep the lock.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._file = -1
@@ -246,7 +245,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Continue with a new file; return the file's mark. `step`: the first part of the mark."""
+        """Start a new file. Return its mark, of which `step` is the first part."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)
@@ -282,8 +281,8 @@ class Journal:
 
 
 def _locked(folder: Path) -> int:
-    """Lock the folder; return the lock's file descriptor. The lock ends with this process: forked children close copies."""
-    # Pass O_NOFOLLOW: a planted symbolic link must not make this process overwrite another file.
+    """Lock the folder until this process exits; forked children close their copies. Return the lock's file descriptor."""
+    # Pass O_NOFOLLOW, so that a planted symbolic link cannot make this process overwrite another file.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,7 +302,7 @@ def _locked(folder: Path) -> int:
 
 
 def _write(file: int, data: bytes, start: int) -> int:
-    """Write without a buffer at an offset, so that the data survive a kill of the process; return the next offset."""
+    """Write at an offset and return the next offset. There is no buffer, so the data survive a kill of the process."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)
@@ -312,7 +311,7 @@ def _write(file: int, data: bytes, start: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Sync the folder too: a new file is durable only when its directory entry is.
+    # Sync the folder too: a new file is durable only if its directory entry is.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -329,7 +328,7 @@ def _read_header(file: BinaryIO) -> None:
 
 
 def _read_body(file: BinaryIO) -> bytes:
-    """Read the body of the record at the current position. After a damaged length the position is the end of the file.
+    """Read the body of the record at the file's current position. If its length is damaged, move to the end of the file.
 
     Raises:
         SerializationError: the record is damaged.

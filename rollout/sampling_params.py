@@ -1,4 +1,4 @@
-"""`SamplingParams` and `StructuredOutput`: sampling options of one request, validated at construction.
+"""The sampling options of one request, `SamplingParams` and `StructuredOutput`, which are validated at construction.
 
 Defaults are defined here only.
 """
@@ -19,19 +19,19 @@ import numpy as np
 from rollout.errors import ConfigError, NamedOptions, SerializationError, did_you_mean, our_name, warn_caller
 
 MIN_TEMPERATURE = 1e-6
-"""Lowest temperature above 0: below it, float32 logits divided by the temperature overflow."""
+"""The lowest temperature above 0. Dividing float32 logits by a lower one can overflow."""
 
 LARGEST, LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-"""Largest finite and smallest normal positive float32: logits are processed in float32."""
+"""The largest finite and the smallest positive normal float32. They bound options, since logits are float32."""
 
 MAX_KEPT_TOKENS = 4096
-"""Largest `top_k` with `return_kept_tokens`: bounds what is stored per token to 16 KiB."""
+"""The largest `top_k` with `return_kept_tokens`. It bounds the ids stored per token to 16 KiB."""
 
 
 MAX_SALT = 1024
 """The maximum number of characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
-"""Separates adapter and salt in a `prefix_share`. It is longer than any salt, so no salt can imitate an adapter's share."""
+"""The separator of adapter and salt in a `prefix_share`. No salt contains it, because it is longer than any salt."""
 
 LOGPROBS_MODES = ("processed", "raw", "tempered")
 """The allowed values of `logprobs_mode`."""
@@ -40,32 +40,32 @@ LOGPROBS_MODES = ("processed", "raw", "tempered")
 # --- structured output ---------------------------------------------------------------------------------------------------
 
 MAX_CHARACTERS = 2**18
-"""Maximum length of a schema, an expression or a grammar; bounds the cost of one request for the others."""
+"""The maximum number of characters in a schema, expression or grammar. It limits what one request can cost the others."""
 
 WHITESPACE = r"[ \t\r\n]{1,20}"
-"""Allowed between the parts of JSON. Bounded, because a model that likes white space would write nothing else."""
+"""The white space allowed between the parts of JSON. Without the bound, some models would write white space forever."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput(NamedOptions):
-    """Constraint on the text of a completion: exactly one of the three fields. Needs the extra `structured`.
+    """A constraint on the text of a completion, given by exactly one of the three fields. Requires the extra `structured`.
 
-    Tokens that violate the constraint get probability 0 before temperature and filters; log-probs are of that distribution.
-    The completion finishes when the constraint is complete, even before `min_tokens`.
+    Tokens that would violate the constraint get probability 0 before temperature and filters apply. Processed log-probs are
+    over the resulting distribution. The completion finishes when the constraint is complete, even before `min_tokens`.
 
     Raises:
-        ConfigError: (a `ValueError`) not exactly one field is given, or one is malformed. Whether it compiles is
-            checked when a request is added.
+        ConfigError: (a `ValueError`) none or several fields are given, or the given one is malformed. Whether it compiles
+            is checked only when a request is added.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
-    """JSON that fits this schema, given as JSON text, a mapping or a bool; stored as text."""
+    """JSON schema that the text must satisfy, given as JSON text, a mapping or a bool. It is stored as text."""
 
     regex: str | None = None
-    """A text that matches this expression (Rust's syntax, without look-around) from beginning to end."""
+    """Regular expression that the whole text must match, in Rust's syntax without look-around."""
 
     grammar: str | None = None
-    """A text of this context-free grammar, in llguidance's dialect of Lark."""
+    """Context-free grammar that the text must satisfy, in llguidance's dialect of Lark."""
 
     def __post_init__(self) -> None:
         if isinstance(self.json_schema, Mapping | bool):
@@ -89,7 +89,7 @@ class StructuredOutput(NamedOptions):
         """Return the constraint that the text is one of `choices`.
 
         Raises:
-            ConfigError: there are no choices, a choice is empty or not text, or they are too long.
+            ConfigError: there are no choices, a choice is empty or not a string, or the choices are too long together.
         """
         if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
             raise ConfigError(f"choices={choices!r:.80}: must be a list of texts, none of them empty")
@@ -100,20 +100,20 @@ class StructuredOutput(NamedOptions):
 
     @property
     def kind(self) -> str:
-        """Name of the field that is given."""
+        """The name of the given field."""
         return next(name for name in _CONSTRAINTS if getattr(self, name) is not None)
 
     def serialize(self) -> dict[str, str]:
-        """Return the given field by name."""
+        """Return a dict with the given field."""
         return {self.kind: getattr(self, self.kind)}
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
-        """Return the constraint from `given`: a constraint, the result of `serialize`, or None.
+        """Return a constraint or None from `given`, which is a constraint, the result of `serialize`, or None.
 
         Raises:
-            ConfigError: raised as by the class.
-            TypeError: `given` is of another type.
+            ConfigError: see `StructuredOutput`.
+            TypeError: `given` has another type.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -123,7 +123,7 @@ class StructuredOutput(NamedOptions):
 
 
 def json_rule(schema: Any, *, lenient: bool = False) -> str:
-    """Return the body of a grammar rule for JSON that fits `schema`; `lenient`: ignore unsupported keywords of it."""
+    """Return the body of a grammar rule for JSON that fits `schema`. If `lenient`, unsupported keywords are ignored."""
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
     return f"%json {json.dumps(schema)}"
@@ -152,7 +152,7 @@ def _check_schema(text: str) -> None:
 
 
 class _Kind(NamedTuple):
-    """A kind of option. `convert` returns the value to store, or raises; `rule` describes valid values for messages."""
+    """A kind of option. `convert` returns the value to store, or raises; `rule` describes valid values in messages."""
 
     convert: Callable[[Any], Any]
     rule: str
@@ -219,7 +219,7 @@ _WHOLE, _ANY, _SWITCH = _integer(), _number(f"within {LARGEST:.2g} of 0"), _Kind
 _OCCURRENCE = _number("[-2, 2]", lambda number: abs(number) <= 2)
 
 FILTER, PENALTY = "filter", "penalty"
-"""Roles of an option. A filter restricts the tokens that can be drawn; a penalty changes logits by the generated tokens."""
+"""The roles of options. A filter restricts which tokens can be drawn. A penalty changes logits of tokens that occurred."""
 
 
 def _option(
@@ -231,29 +231,29 @@ def _option(
     host: str | None = None,
     hash: bool | None = None,
 ) -> Any:
-    """Declare an option of `SamplingParams`; all readers of options use its `metadata`.
+    """Declare an option of `SamplingParams`. Code that handles options reads their properties from `metadata`.
 
     Args:
-        role: FILTER, PENALTY, or None.
-        stored, host: dtype in which the engine stores it for every row, on the device or on the host; None: it does not.
+        role: FILTER, PENALTY, or None for any other option.
+        stored, host: dtype of the values that the engine stores for every row, on the device or on the host; None if none.
     """
     return field(default=default, hash=hash, metadata={"kind": kind, "role": role, "stored": stored, "host": host})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(NamedOptions):
-    """Sampling options of one prompt and its n completions. Frozen; validated at construction.
+    """The sampling options of a prompt and its n completions. Frozen; validated at construction.
 
     Numbers may be numpy scalars and are stored as Python numbers; `stop` and `stop_token_ids` are stored as tuples.
     Logits are processed in this order: `logit_bias`, `min_tokens`, `structured`, repetition, presence and frequency
     penalties, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Raises:
-        ConfigError: (a `ValueError`) an option is unknown, or a value out of range; names field, value and rule.
+        ConfigError: (a `ValueError`) an option is unknown or out of range. The message gives field, value and rule.
     """
 
     n: int = _option(1, _integer(low=1))
-    """Number of completions of the prompt. At least 1."""
+    """Number of completions of the prompt, at least 1."""
 
     temperature: float = _option(
         1.0,
@@ -263,20 +263,20 @@ class SamplingParams(NamedOptions):
         ),
         stored="float32",
     )
-    """Divisor of the logits: 0, or at least 1e-6. 0: exact greedy decoding."""
+    """Divisor of the logits, at least 1e-6; or 0, for exact greedy decoding."""
 
     top_k: int = _option(0, _integer(note="; 0 switches it off"), FILTER, stored="int64")
-    """Keep the k most likely tokens. 0: off."""
+    """Keep only the k most likely tokens. 0 turns this off."""
 
     top_p: float = _option(
         1.0, _number("(0, 1]; 1 switches it off", lambda number: 0 < number <= 1), FILTER, stored="float64"
     )
-    """Keep the smallest set of most likely tokens whose probabilities sum to at least this value, in (0, 1]. 1: off."""
+    """Keep the smallest set of most likely tokens with at least this total probability, in (0, 1]. 1 turns this off."""
 
     min_p: float = _option(
         0.0, _number("[0, 1]; 0 switches it off", lambda number: 0 <= number <= 1), FILTER, stored="float32"
     )
-    """Keep tokens whose probability is at least this fraction of the most likely token's, in [0, 1]. 0: off."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's, in [0, 1]. 0 turns this off."""
 
     repetition_penalty: float = _option(
         1.0,
@@ -284,25 +284,25 @@ class SamplingParams(NamedOptions):
         PENALTY,
         stored="float32",
     )
-    """Penalty on tokens of prompt and completion: positive logits are divided by it, negative ones multiplied. Above 0;
-    values above 1 make repetition less likely. 1: off."""
+    """Penalty on tokens that the prompt or the completion contains: their positive logits are divided by it, negative ones
+    multiplied. Above 0. Values above 1 make repetition less likely; 1 turns this off."""
 
     presence_penalty: float = _option(0.0, _OCCURRENCE, PENALTY, stored="float32")
-    """Subtracted once from the logit of every token that the completion contains, in [-2, 2]. 0: off."""
+    """Value subtracted once from the logit of every token that the completion contains, in [-2, 2]. 0 turns this off."""
 
     frequency_penalty: float = _option(0.0, _OCCURRENCE, PENALTY, stored="float32")
-    """Subtracted from a token's logit once per occurrence in the completion, in [-2, 2]. 0: off."""
+    """Value subtracted from a token's logit once per occurrence in the completion, in [-2, 2]. 0 turns this off."""
 
     logit_bias: dict[int, float] | None = _option(  # noqa: RUF009 - declares a field
         None, _or_none(_Kind(_biases, f"a dict of token id to {_ANY.rule}")), host="int32", hash=False
     )
-    """Token id → value added to its logit; a large negative value, such as -1e9, bans the token. None: no bias."""
+    """Dict from token id to the value added to its logit. A large negative value, such as -1e9, bans the token."""
 
     max_tokens: int = _option(256, _WHOLE, host="int32")
-    """Maximum number of tokens of a completion. 0: process the prompt only, sample no token."""
+    """Maximum number of tokens in a completion. If 0, the prompt is processed, but no token is sampled."""
 
     min_tokens: int = _option(0, _WHOLE, host="int32")
-    """End-of-sequence and stop token ids are not sampled before this many tokens. At most `max_tokens`."""
+    """Number of tokens before which no end-of-sequence or stop token id is sampled. At most `max_tokens`."""
 
     stop: tuple[str, ...] = _option((), _Kind(_stop_strings, "a string or a list of strings, none of them empty"))
     """Strings that finish the completion, even if they begin or end inside a token. A plain `str` is one stop string."""
@@ -314,39 +314,39 @@ class SamplingParams(NamedOptions):
     """Continue after an end-of-sequence token."""
 
     include_stop_str_in_output: bool = _option(False, _SWITCH)
-    """Keep the stop string in the text."""
+    """Keep the stop string at the end of the text."""
 
     seed: int | None = _option(None, _or_none(_integer(high=2**63)), stored="int64")
-    """Seed of the random streams, in [0, 2**63); each of the n samples derives its own stream. None: assigned by the
-    engine from its base seed."""
+    """Seed of the random streams, in [0, 2**63). Each of the n samples derives its own stream from it. If None, the engine
+    derives a seed from its base seed."""
 
     logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
-    """Log-probs to return per generated token. None: none requested. 0: only the sampled token. k: also the k most likely
-    tokens."""
+    """Number of log-probs to return per generated token. None returns none, 0 only the sampled token's, and k also those of
+    the k most likely tokens."""
 
     prompt_logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
-    """Log-probs to return per prompt token, as `logprobs`, from the second token on (the first has no log-prob)."""
+    """Number of log-probs to return per prompt token, as for `logprobs`, from the second token on: the first has none."""
 
     logprobs_mode: str = _option(
         "processed", _text("|".join(LOGPROBS_MODES), f"one of {', '.join(map(repr, LOGPROBS_MODES))}"), stored="int8"
     )
-    """Distribution of the log-probs. `processed`: the sampling distribution (greedy: at temperature 1). `raw`: softmax
-    of the model's logits. `tempered`: softmax(logits / temperature), without penalties, biases and filters."""
+    """Distribution of the log-probs. `processed` is the sampling distribution (at temperature 1 if greedy). `raw` is the
+    softmax of the model's logits. `tempered` is softmax(logits / temperature), without penalties, biases and filters."""
 
     return_kept_tokens: bool = _option(False, _SWITCH, stored="bool")
-    """Return for each generated token the ids that `structured`, `top_k`, `top_p` and `min_p` left to draw it from, so
-    that a trainer can compute the log-prob of that distribution (`rollout.algorithms.replay_logprobs`). Needs one of these
-    and a temperature above 0. Bounds the sets: `top_k` is at most 4096, and becomes 4096 if it is 0."""
+    """Return, for each generated token, the ids that it was drawn from: the tokens left by `structured`, `top_k`, `top_p`
+    and `min_p`. A trainer can then compute log-probs over that set (`rollout.algorithms.replay_logprobs`). Requires one of
+    these options and a temperature above 0. `top_k` is then at most 4096, and 0 becomes 4096."""
     structured: StructuredOutput | None = _option(  # noqa: RUF009 - declares a field
         None, _Kind(StructuredOutput.read, "None or a StructuredOutput")
     )
-    """Constraint on the text: a JSON schema, a regular expression or a grammar. None: any text."""
+    """Constraint on the text: a JSON schema, a regular expression or a grammar. If None, any text is allowed."""
 
     cache_salt: str | None = _option(
         None, _or_none(_text(rf"(?s:[^\ud800-\udfff]{{0,{MAX_SALT}}})", f"a text of at most {MAX_SALT} characters"))
     )
-    """Name of a share of the prefix cache, at most 1024 characters long: KV is reused only among requests with the same
-    salt, so the time of a reply reveals nothing about others' prompts. None: the share without a name."""
+    """Text that separates prefix caches, at most 1024 characters long. KV is reused only among requests with the same salt,
+    so reply times reveal nothing about prompts under other salts. If None, KV is reused among requests without a salt."""
 
     adapter: str | None = _option(
         None,
@@ -357,8 +357,8 @@ class SamplingParams(NamedOptions):
             )
         ),
     )
-    """Name of a LoRA adapter that the engine has loaded (`LLM.load_lora_adapter`), used for the sample. None: the model with
-    its own active adapters."""
+    """Name of the LoRA adapter to sample with, which `LLM.load_lora_adapter` has loaded. If None, the model's own active
+    adapters apply."""
 
     def __post_init__(self) -> None:
         for name, option in _OPTIONS:
@@ -412,14 +412,14 @@ class SamplingParams(NamedOptions):
         """Return the options, as `name=value`, by which sampling differs from softmax(logits / temperature).
 
         Args:
-            names: the options to check; None: all.
+            names: names of the options to check. If None, all of them.
         """
         chosen = SHAPING if names is None else {name: SHAPING[name] for name in names}
         return [f"{name}={value!r}" for name, off in chosen.items() if (value := getattr(self, name)) != off]
 
     @property
     def prefix_share(self) -> str | None:
-        """Key that separates KV of equal tokens in the prefix cache; None: no separation."""
+        """The key under which the prefix cache stores this request's KV. Equal tokens share KV only under equal keys."""
         return prefix_share(self.cache_salt, self.adapter)
 
     def replace(self, **changes: Any) -> Self:
@@ -442,11 +442,11 @@ class SamplingParams(NamedOptions):
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> Self:
-        """Decode the result of `serialize`; missing fields have their defaults.
+        """Decode the result of `serialize`. Missing fields get their defaults.
 
         Raises:
             SerializationError: `plain` is not a mapping.
-            ConfigError: an unknown field, or a value out of range.
+            ConfigError: a field is unknown, or a value is out of range.
         """
         if not isinstance(plain, Mapping):
             raise SerializationError(f"SamplingParams: a {type(plain).__name__} arrived where a dict of fields must be")
@@ -454,7 +454,7 @@ class SamplingParams(NamedOptions):
 
 
 def prefix_share(cache_salt: str | None, adapter: str | None) -> str | None:
-    """Return `SamplingParams.prefix_share` for these fields."""
+    """Return `SamplingParams.prefix_share` for a salt and an adapter name."""
     if adapter is None:
         return cache_salt
     return f"{adapter}{_SEPARATOR}{cache_salt or ''}"
@@ -468,21 +468,21 @@ def _defaults(role: str) -> dict[str, Any]:
 
 
 FILTERS = _defaults(FILTER)
-"""Option → value that turns it off, for options that restrict the tokens that can be drawn."""
+"""Dict from each option that restricts the tokens that can be drawn to the value that turns it off."""
 PENALTIES = _defaults(PENALTY)
-"""Option → value that turns it off, for options that change logits by the generated tokens."""
+"""Dict from each option that penalizes tokens of the sequence to the value that turns it off."""
 SHAPING = FILTERS | PENALTIES | {"logit_bias": None, "min_tokens": 0, "structured": None}
-"""Option → value that turns it off, for options that make the distribution differ from softmax(logits / temperature)."""
+"""Dict from each option by which sampling can differ from softmax(logits / temperature) to the value that turns it off."""
 MIRRORED = [
     (name, option["stored"] or option["host"], option["stored"] is not None)
     for name, option in _OPTIONS
     if option["stored"] or option["host"]
 ]
-"""(name, dtype, whether on the device) of each option that the engine stores for every row."""
+"""The options that the engine stores for every row, as (name, dtype, whether the values are on the device)."""
 
 
 def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
-    """Warn if n > 1 greedy samples of a prompt are requested."""
+    """Warn if several greedy samples of a prompt are requested, since they would all be equal."""
     if params.greedy and n > 1:
         warn_caller(
             f"n={n} with temperature=0: all samples of a prompt are equal, so their advantages are 0; set "
@@ -491,11 +491,11 @@ def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
 
 
 def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Return parameters for `count` prompts, from one for all prompts, one per prompt, or None (defaults).
+    """Return a list of `count` parameters, from parameters for all prompts, one for each prompt, or None for the defaults.
 
     Raises:
-        ConfigError: their number is not `count`.
-        TypeError: an element is not a `SamplingParams`.
+        ConfigError: `given` is a sequence whose length is not `count`.
+        TypeError: `given` or one of its elements is not a `SamplingParams`.
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
@@ -511,7 +511,7 @@ def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 
 def _must_be(given: object) -> str:
-    # A GenerationConfig of transformers has a method that returns its non-default fields, and is greedy by default.
+    # transformers' GenerationConfig is greedy by default, and its `to_diff_dict` returns the non-default fields.
     known = given if isinstance(given, Mapping) else getattr(given, "to_diff_dict", dict)()
     names = SamplingParams.__dataclass_fields__
     options = {
@@ -531,7 +531,7 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def takes_options(method: Called) -> Called:
-    """Decorate a method to accept fields of `SamplingParams` as keywords, in place of `sampling_params`.
+    """Decorate a method to accept `SamplingParams` fields as keyword arguments, in place of `sampling_params`.
 
     Raises:
         TypeError: a keyword is unknown, or fields are combined with `sampling_params`.

@@ -1,4 +1,4 @@
-"""Enums of request status, modes and lifecycle states, with the lifecycle transition tables.
+"""The enums of request status, modes and lifecycle states, and the lifecycle transition tables.
 
 Coordinator:  RUNNING ⇄ PAUSED ⇄ SUSPENDED; STOPPING from PAUSED or SUSPENDED.
 
@@ -43,7 +43,7 @@ class FinishReason(StrEnum):
     STALE = "stale"
     """The sample would have exceeded `max_staleness`, and the staleness policy is `partial`."""
     ERROR = "error"
-    """The request failed; the request's `error` has the cause."""
+    """The request failed; its `error` is the cause."""
 
 
 class KVCacheManagementMode(StrEnum):
@@ -58,7 +58,7 @@ class KVCacheManagementMode(StrEnum):
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
-        """Return the member with this name, or None for None; `ConfigError` for any other name."""
+        """Return the member with this name, or None for None. Any other name raises `ConfigError`."""
         try:
             return None if mode is None else cls(mode)
         except ValueError:
@@ -83,24 +83,24 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """The rank with the highest score, which adds up cached leading blocks of the prompt and free slots."""
+    """The rank with the highest score, which weighs the prompt's cached leading blocks and the rank's free slots."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """The rank with the highest score, where only the first block of the prompt counts as cached."""
+    """The rank with the highest score, in which only the first block of the prompt counts as cached."""
     LOAD_BALANCED = "load_balanced"
-    """The rank with the largest share of free slots; for equal shares, the rank with the lowest name."""
+    """The rank with the largest share of free slots. If shares are equal, the rank whose name sorts first."""
     ROUND_ROBIN = "round_robin"
-    """The next rank in turn, ordered by name."""
+    """The next rank in the order of names, starting again after the last."""
 
 
 class StalenessPolicy(StrEnum):
     """The handling of a request that would exceed `max_staleness`."""
 
     PARTIAL = "partial"
-    """The request finishes with the tokens that it has, and the finish reason `stale`."""
+    """The request finishes with the tokens that it has and the finish reason `stale`."""
     REQUEUE = "requeue"
     """The request starts again from its prompt."""
     MASK = "mask"
-    """The request continues; its stale tokens are masked out of the loss."""
+    """The request continues, and its stale tokens are masked out of the loss."""
 
 
 class EngineState(StrEnum):
@@ -140,8 +140,8 @@ class ControlSignal(StrEnum):
 
 
 _TRANSITIONS = (
-    # Columns: signal, state before, during, and after, and states in which the signal has no effect. The coordinator
-    # stays in "stopping".
+    # Columns: signal, states before, state during, state after, and states in which the signal has no effect. A
+    # coordinator stays in "stopping".
     ("pause", "running", "pausing", "paused", "paused suspended"),
     ("unpause", "paused", "unpausing", "running", "running"),
     ("suspend", "paused", "suspending", "suspended", "suspended"),
@@ -162,7 +162,7 @@ COORDINATOR_TRANSITIONS = {
     )
     for signal, before, through, to, idle in _TRANSITIONS
 }
-"""Signal → (source states, target state, states in which the signal changes nothing)."""
+"""A dict from signal to (source states, target state, states in which the signal has no effect)."""
 
 ENGINE_TRANSITIONS = {
     ControlSignal(signal): (
@@ -173,4 +173,4 @@ ENGINE_TRANSITIONS = {
     )
     for signal, before, through, to, idle in _TRANSITIONS
 }
-"""Signal → (source states, intermediate state, target state, states in which the signal changes nothing)."""
+"""A dict from signal to (source states, intermediate state, target state, states in which the signal has no effect)."""
