@@ -3,9 +3,10 @@
 Always true:
 - a block is exactly one of *free*, *held* (reference count above 0) or *cached* (unreferenced but still indexed);
 - a block keeps its id when its memory (`pages`) is moved, or freed and allocated again;
-- a holder of a registered block also holds the block's parent, so the least recently released cached block is a leaf.
+- a holder of a registered block also holds the block's parent (the block before it in its chain). Therefore no registered
+  block continues the chain of the least recently released cached block, which is evicted first.
 
-Handles block ids and token ids, no tensors and no requests.
+This module handles block ids and token ids, no tensors and no requests.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class BlockAllocator:
         states: the slots for recurrent states, whose snapshots belong to registered blocks. It has no slots if the model has
             no recurrent layers.
         host: the host memory for evicted blocks. If it has no slots, evicted blocks are dropped.
-        copies: (source, destination) pages to copy before the next forward pass, in this order; `~s` means slot s of `host`.
-        keeps_released: whether registered blocks stay cached after their last holder released them.
+        copies: (source, destination) pages to copy before the next forward pass, in this order; `~s` is slot s of `host`.
+        keeps_released: whether a registered block stays cached after its last holder has released it.
         evictions: the number of cached blocks evicted so far.
     """
 
@@ -145,7 +146,7 @@ class BlockAllocator:
         self.evictions += 1
 
     def acquire(self, blocks: IntArray) -> None:
-        """Add one reference to each of `blocks` (held or cached); a block may appear several times."""
+        """Add one reference to each of `blocks` (held or cached), or several to a block that appears several times."""
         for block in blocks[self.ref_count[blocks] == 0].tolist():
             self._lru.pop(block, None)
         np.add.at(self.ref_count, blocks, 1)
@@ -213,8 +214,7 @@ class BlockAllocator:
         Returns:
             The ids of the new blocks, which are registered and have one reference each.
         """
-        # Take the blocks out of the host tier first: device blocks that `allocate` evicts may then go to other host
-        # slots, but not to these.
+        # Take the blocks from the host cache first, so that device blocks evicted by `allocate` cannot replace them there.
         self.host.take(blocks)
         loaded = self.allocate(len(blocks))
         for block, copy in zip(loaded, blocks, strict=True):
@@ -248,7 +248,7 @@ class BlockAllocator:
                 behind = self.index.behind(block)
                 for each in (block, *behind):
                     self._unregister(each)
-                # Free the later blocks that nobody holds: lookups no longer reach them, and their parent's id may be
+                # Free those later blocks that have no holder: lookups no longer find them, and their parent's id may be
                 # reused for other tokens.
                 for each in behind:
                     if not self.ref_count[each]:

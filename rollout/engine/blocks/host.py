@@ -1,12 +1,13 @@
 """The host-memory part of the prefix cache: maps evicted KV blocks of the current weights to slots in host memory.
 
-A block that the device evicts is copied to a free host slot. If no slot is free, it replaces the least recently offloaded
-block. If a prefix continues in host memory, these blocks are loaded into new device blocks, which frees their slots.
+A block that is evicted from the device is copied to a free host slot. If no slot is free, it replaces the least recently
+offloaded block. If a request's prefix continues in host memory, the blocks found there are loaded into new device blocks.
+Their slots are then freed.
 
 Always true: a slot is either free or belongs to one block. A lookup finds a block only if its tokens and all tokens before
 it are equal.
 
-Handles ids, no tensors. Copies are pairs in `BlockAllocator.copies`, where `~s` means slot s.
+This module handles ids, no tensors. Copies are recorded as pairs in `BlockAllocator.copies`, where `~s` means slot s.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class HostBlock:
 
 
 class HostCache:
-    """The blocks in `num_slots` slots of host memory, `slot_bytes` bytes each. With no slots it holds nothing.
+    """The blocks in `num_slots` slots of host memory, `slot_bytes` bytes each. If there are no slots, it stays empty.
 
     Attributes:
         blocks: the blocks by hash, least recently offloaded first.
         offloaded, loaded, evicted: the numbers of blocks copied to the host, loaded back, and replaced by other blocks.
         hit_tokens: the number of positions whose KV was loaded.
-        unsettled: whether copies are planned for a step that has not completed, so they may not have been made.
+        unsettled: whether copies are planned for a step that has not completed, so that they may not have been made yet.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int = 0) -> None:
@@ -83,8 +84,8 @@ class HostCache:
         digest = index.digest(found[-1]) if found else b""
         for block_hash, wanted in zip(hashes[start:], tokens[start:], strict=True):
             block, digest = self.blocks.get(block_hash), chain_digest(digest, block_hash, wanted)
-            # Stop at a block whose hash the device already has: its parent there may be missing, so the device's own
-            # lookup did not find it.
+            # Stop at a hash that is already registered on the device, because a hash cannot be registered twice. The
+            # lookup on the device may have missed that block because its parent is missing.
             if block is None or block.digest != digest or block_hash in index.current:
                 break
             blocks.append(block)
@@ -96,8 +97,8 @@ class HostCache:
         """Reserve a slot for a registered block that the device evicts. If none is free, drop the oldest offloaded block.
 
         Returns:
-            The slot to copy the block to. None: a block with the same hash is already on the host, or all slots are being
-            loaded to the device.
+            The slot to copy the block to. None if a block with the same hash is already on the host, or if all slots are
+            being loaded to the device.
         """
         block_hash, tokens = index.described(block)
         digest, known = index.digest(block), self.blocks.get(block_hash)
@@ -117,12 +118,12 @@ class HostCache:
         return slot
 
     def take(self, blocks: Sequence[HostBlock]) -> None:
-        """Make blocks invisible to lookups. Their slots stay in use until `release`."""
+        """Remove blocks from lookups. Their slots stay in use until `release`."""
         for block in blocks:
             del self.blocks[block.block_hash]
 
     def release(self, block: HostBlock) -> None:
-        """Free the slot of a block that was taken. The block is copied to the device before its slot is overwritten."""
+        """Free the slot of a taken block, whose copy to the device is planned. Later copies may overwrite the slot."""
         self._free.append(block.slot)
         self.loaded += 1
         self.hit_tokens += len(block.tokens)

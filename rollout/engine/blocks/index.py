@@ -20,7 +20,7 @@ IntArray = NDArray[np.int32]
 
 
 def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
-    """Return the digest of a chain of complete blocks, computed from its last block and the digest `before` that block."""
+    """Return the digest of a chain of complete blocks: its last block, and the blocks `before`, given by their digest."""
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
@@ -29,7 +29,7 @@ class CacheChanges:
     """The prefix hashes that were added to and removed from the index since the last `take`.
 
     Always true: the hashes at the last `take` (none if `flushed`), minus `removed`, plus `added`, are the current hashes. A
-    prefix that was both added and removed since then is in neither set.
+    hash that was both added and removed since the last `take` is in neither set.
     """
 
     added: set[int] = field(default_factory=set)
@@ -37,14 +37,14 @@ class CacheChanges:
     flushed: bool = False
 
     def add(self, block_hash: int) -> None:
-        """Record that lookups now find a prefix."""
+        """Record that lookups now find the prefix with this hash."""
         if block_hash in self.removed:
             self.removed.remove(block_hash)
         else:
             self.added.add(block_hash)
 
     def remove(self, block_hash: int) -> None:
-        """Record that lookups no longer find a prefix."""
+        """Record that lookups no longer find the prefix with this hash."""
         if block_hash in self.added:
             self.added.remove(block_hash)
         else:
@@ -55,7 +55,7 @@ class CacheChanges:
         self.added, self.removed, self.flushed = set(), set(), True
 
     def take(self) -> CacheChanges:
-        """Return the changes since the last call and reset them."""
+        """Return the changes since the last `take`, and start to record new ones."""
         taken = CacheChanges(self.added, self.removed, self.flushed)
         self.added, self.removed, self.flushed = set(), set(), False
         return taken
@@ -66,7 +66,7 @@ class PrefixIndex:
 
     Attributes:
         registered: [num_blocks] bool, whether each block is registered.
-        current: the registered block of each hash.
+        current: the id of the registered block with each hash.
         outdated: the hashes that the last `clear` removed.
         refused: the number of blocks that lookups missed because they were computed before the last `clear`.
         changes: records the changes of `current`.
@@ -131,9 +131,9 @@ class PrefixIndex:
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:
-        """Register a block, unless another block with the same hash is registered.
+        """Register a complete block, unless another block with the same hash is registered.
 
-        Return the registered block if it has the same parent and tokens, else `block`.
+        Return that other block if it has the same parent and tokens, otherwise `block`.
 
         Raises:
             RuntimeError: the block is already registered under another hash.

@@ -21,7 +21,7 @@ class BlockPages:
 
     Attributes:
         num_pages: the current size of the pool, in pages.
-        num_ids: the number of block ids, which is the configured size of the pool.
+        num_ids: the number of block ids, which is the configured (largest) size of the pool.
         page_of: [num_ids + 1] int32, the page of each block, or `NO_PAGE`; the last entry belongs to `NO_BLOCK`.
         poisoned: the ids of free pages that may contain NaN and must be zeroed before the next forward pass.
     """
@@ -53,14 +53,13 @@ class BlockPages:
 
     def give(self, blocks: list[int]) -> None:
         """Assign a free page to each of these blocks."""
-        # Loop in Python: a step takes about one block per row, and for so few, numpy's indexing by lists takes ten
-        # times as long.
+        # Loop in Python, because numpy's list indexing takes ten times as long for the few blocks that one row needs.
         for block in blocks:
             page = self.page_of[block] = self._free.pop()
             self._used[page] = True
 
     def take(self, block: int) -> None:
-        """Take the page from a block that is no longer in use."""
+        """Free the page of a block that is no longer in use."""
         page = self.page_of.item(block)
         self._free.append(page)
         self._used[page] = False

@@ -1,13 +1,13 @@
-"""Slots for a model's recurrent states. Each running sequence holds one slot; others hold snapshots for the prefix cache.
+"""Slots for a model's recurrent states. Each running sequence holds one slot; other slots are snapshots in the prefix cache.
 
-A snapshot is the state after the last token of a registered KV block. It is found and forgotten with that block. If a
-sequence needs a slot and none is free, the least recently used snapshot is dropped. Models without recurrent states have no
-slots.
+A snapshot is the state after the last token of a registered KV block. It is found through this block, and dropped when the
+block is unregistered. If a sequence needs a slot and none is free, the least recently used snapshot is dropped. Models
+without recurrent states have no slots.
 
 Always true: a slot is exactly one of *free*, *held* by a sequence, or a *snapshot*.
 
-Handles slot and block ids, no tensors. Copies are collected as moves. The caller executes them before the next forward pass
-and after each update, reading all sources before writing any destination.
+This module handles slot and block ids, no tensors. It collects copies between slots as moves. The caller executes the moves
+before the next forward pass and after each update, reading all sources before writing any destination.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Move = tuple[int, int]
 
 
 class StateSlots:
-    """The allocator of `num_slots` state slots. With no slots, sequences hold none, and every prefix can be continued.
+    """The allocator of `num_slots` state slots. If there are none, sequences hold none and can continue every cached prefix.
 
     Attributes:
         hits: the number of prefixes that were continued from a snapshot.
@@ -61,9 +61,9 @@ class StateSlots:
         return self.num_slots - len(self._free) - len(self.snapshots)
 
     def deepest(self, blocks: Sequence[int], most: int) -> int:
-        """Return the number of leading blocks of a cached chain that a sequence can reuse.
+        """Return the number of leading `blocks` of a cached chain that a sequence can reuse.
 
-        If the model has recurrent states, this is at most `most`, and the last of these blocks has a snapshot.
+        If the model has recurrent states, the number is at most `most`, and the last reusable block has a snapshot.
         """
         if not self.num_slots:
             return len(blocks)
@@ -127,8 +127,7 @@ class StateSlots:
         return moves
 
     def _move(self, source: int, target: int) -> None:
-        # If the source slot's own move is still pending, copy from that move's source: all sources are read before any
-        # write.
+        # If a pending move is to fill the source slot, copy from that move's source: all sources are read before any write.
         self._sources[target] = self._sources.get(source, source)
 
     def _take(self) -> int | None:

@@ -1,6 +1,6 @@
 """Captures device work into CUDA graphs, and cleans up after a failed capture.
 
-Always true after `capture` has raised: the previous stream is current again, and no capture is open. The allocator has left
+Always true after `capture` has raised: the previous stream is current again, no capture is open, the allocator has left
 capture mode, and random numbers can be drawn on the device. `forget` releases the memory of the failed capture.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 WARM_UP_RUNS = 2
-"""The number of runs before a capture, which create what a capture cannot: kernels, library handles and workspaces."""
+"""The number of runs before a capture. They create what cannot be created in it: kernels, library handles and workspaces."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +33,7 @@ class CudaDevice:
 
     @property
     def graph_bytes(self) -> int:
-        """The driver memory taken since the last `forget`, in bytes: the graphs' pool and the instantiated graphs."""
+        """The device memory, in bytes, taken by captures since the last `forget`: the graphs' pool and the graphs."""
         return self._bytes
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -63,8 +63,8 @@ class CudaDevice:
         """Release the memory of all captures, including failed ones. Captured graphs must not be replayed afterwards."""
         leaked, self._leaked = self._leaked, []
         for pool in leaked:
-            # Drop the failed graph's reference to its pool, which the graph itself does only if its capture has
-            # finished (then this call raises).
+            # Drop the failed graph's reference to its pool. A graph whose capture has finished does this itself, and then
+            # the call raises.
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(self._index(), pool)
         self._pool, self._bytes = None, 0
@@ -76,8 +76,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                # Use mode thread_local: other threads, such as data loaders, may allocate device memory during the
-                # capture.
+                # In mode thread_local, other threads, such as data loaders, may allocate device memory meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -93,14 +92,14 @@ class CudaDevice:
         return graph
 
     def _clean_up(self) -> None:
-        # Tell the allocator that the unfinished capture is over: otherwise it would never reclaim memory used by
-        # another stream. There is no public function for this. The private one raises if it is not needed.
+        # Tell the allocator that the unfinished capture is over. Otherwise, it would never reclaim memory used by another
+        # stream. This needs a private function, which raises if the allocator has already left capture mode.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index(), self._pool)
         self._leaked.append(self._pool)
         self._pool = None
-        # Finish an empty capture. Up to torch 2.12 the default generator also stays in capture mode, in which any
-        # dropout in the trainer would raise. A finished capture resets the generator.
+        # Capture and finish a trivial graph, which resets the default generator. Up to torch 2.12, the generator stays in
+        # capture mode after a failed capture, and any dropout in the trainer would raise.
         number = torch.zeros((), device=self._device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -119,7 +118,7 @@ class CudaDevice:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Return whether the stream's capture is complete; if so, a graph that cannot be instantiated cleans up after itself."""
+    """Return whether the graph's capture is complete. If so, the graph cleans up itself, even if instantiating it failed."""
     try:
         graph.pool()
     except RuntimeError:
@@ -143,7 +142,7 @@ def _own_cublas_workspace() -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: destroying a graph, or freeing another stream's memory, would break the capture."""
+    """Disable garbage collection, which may destroy a graph or free another stream's memory and so break the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -157,8 +156,8 @@ def _no_collection() -> Iterator[None]:
 def no_kept_casts() -> Iterator[None]:
     """Make autocast drop the cast copy of a weight after each module that runs inside the block.
 
-    Otherwise, if the model's forward pass enters autocast itself (as with accelerate), the graph's memory pool would keep
-    cast copies of all weights.
+    Otherwise, if the model's forward pass enters autocast itself (as with accelerate), cast copies of all weights would
+    stay in the graph's memory pool.
     """
     hook = register_module_forward_hook(lambda *_: torch.clear_autocast_cache())
     try:

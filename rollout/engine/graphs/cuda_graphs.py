@@ -1,11 +1,11 @@
 """Runs decode steps as CUDA graphs: captures the module's own forward pass for about ten batch sizes, and replays it.
 
-In a step of a small batch, the device computes faster than Python can launch the thousands of kernels. A replay launches
-all of them together. Always true:
+In a step of a small batch, Python takes longer to launch the thousands of kernels than the device takes to run them. A
+replay launches all of them with one call. Always true:
 - All sizes are captured together, in the first decode step that finds no graphs, while the engine's lock is held. This is
   usually the step that verifies the model when the engine is built. Later steps are padded to the next captured size.
-- All graphs read one `DecodeState`, which has room for a fixed number of block table columns and key parts. If the rows of
-  a step need more room, all graphs are dropped.
+- All graphs read one `DecodeState`, which has room for a fixed number of block table columns. The attention workspace has
+  room for a fixed number of parts into which a step's keys are split. If a step needs more room, all graphs are dropped.
 - A graph contains the addresses of the KV pool and the weights, and the effect of everything that the forward pass reads in
   Python: plain attributes, configurations, functions. Graphs are dropped when one of these changes. Code from other
   packages may read anything, so a model with such code is captured again whenever the trainer may have modified it.
@@ -36,11 +36,11 @@ from rollout.engine.models.model_support import ModelLayout, has_global_hooks
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 """The numbers of rows that decode steps are padded to; larger steps are padded to multiples of 128."""
 GRAPH_BYTES = 2**23
-"""The assumed size of one graph in bytes until all are captured: about 1,600 kernels of about 5 KiB each in the driver."""
+"""The assumed size of one graph in bytes until all are captured: about 1,600 kernels that take about 5 KiB each."""
 LEAST_LACKING = 2**26
 """The minimum number of bytes to keep free for graphs once a capture has run out of memory."""
 LEAST_WORKSPACE = 2**26
-"""The initial size, in bytes, of the attention results per part of keys, before they are merged.
+"""The initial size, in bytes, of the workspace for the attention results of each part of the keys, before they are merged.
 
 If a step needs more, the size is at least doubled, which drops all graphs.
 """
@@ -49,7 +49,7 @@ STATE_LENGTH = 16384
 WORTHWHILE = 64
 """The number of replays that repay the cost of one capture."""
 MAX_WASTED = 8
-"""The maximum number of consecutive times that graphs are dropped before `WORTHWHILE` replays; then capturing stops."""
+"""The number of consecutive times that graphs are dropped before `WORTHWHILE` replays, after which capturing stops."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,8 +63,8 @@ class GraphedDecode:
         kernels: the attention kernels to capture.
 
     Attributes:
-        watched: function that returns a key of the modules' code and options; graphs are valid while the key stays equal.
-        why_not: reason why the last capture failed or why capturing has stopped; otherwise empty.
+        watched: function that returns a key of the modules' code and options. Graphs are dropped when the key changes.
+        why_not: the reason why the last capture failed or why capturing has stopped, or an empty string.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GraphedDecode:
         self._kernels = kernels
         self._sizes = _row_sizes(max_rows)
         self._expected = len(self._sizes) * GRAPH_BYTES
-        """The expected size, in bytes, of the graphs of all batch sizes."""
+        """The expected memory of the graphs of all batch sizes, in bytes."""
         self._columns = table_columns(STATE_LENGTH, cache.block_size)
         self._parts = _least_parts(layout, max_rows)
         self.watched: Callable[[], Hashable] = tuple
@@ -98,7 +98,7 @@ class GraphedDecode:
         self._signature: object = None
         self._replays = self._wasted = 0
         self._tried = False
-        """Whether the missing sizes were tried since the last suspend."""
+        """Whether a capture of the missing sizes was attempted since the last suspend."""
         self.why_not = ""
         self._given_up = False
 
@@ -115,9 +115,9 @@ class GraphedDecode:
 
     @property
     def bytes_to_come(self) -> int:
-        """The device memory, in bytes, to reserve for graphs: what they will still take, and what they have taken.
+        """The device memory, in bytes, to reserve for graphs: the memory that they will still take or have taken.
 
-        The memory already taken is included because torch counts it as free.
+        The memory already taken is included because torch reports it as free, although only graphs can use it.
         """
         missing = 0 if self._given_up else max(0, self._expected - self.graph_bytes)
         return self._device.graph_bytes + missing
@@ -136,11 +136,11 @@ class GraphedDecode:
         module_epoch: int,
         rotary: NDArray[np.int64] | None = None,
     ) -> Tensor | None:
-        """Run one decode step as a graph and write its keys and values into the cache, within an active `Installation`.
+        """Run one decode step as a graph, which writes keys and values into the cache. Call it in `Installation.inference`.
 
         Args:
             ids: token ids of the P packed positions, [P].
-            rows: the positions.
+            rows: the P positions and their block tables.
             keep: indices of the packed positions to compute logits for.
             module_epoch: number that changes whenever the trainer may have modified the module.
             rotary: see `DecodeState.send`.
@@ -205,7 +205,7 @@ class GraphedDecode:
         return not self._given_up
 
     def _state_for(self, positions: NDArray[np.int64]) -> DecodeState:
-        """Return the decode state, enlarged if it has no room for rows at these positions (which drops all graphs)."""
+        """Return the decode state. If it lacks room for rows at these positions, enlarge it, which drops all graphs."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
             # Release the captured graphs: they read the smaller decode state.
@@ -218,7 +218,7 @@ class GraphedDecode:
         return self._state
 
     def _capture_missing(self, state: DecodeState) -> None:
-        """Capture the graphs of the missing batch sizes, largest first, so that the smaller ones reuse its memory."""
+        """Capture the graphs of the missing batch sizes, largest first, so that smaller sizes reuse the largest's memory."""
         missing = [rows for rows in reversed(self._sizes) if rows not in self._graphs]
         short, lack = list[int](), ""
         state.clear()
@@ -245,7 +245,7 @@ class GraphedDecode:
         )  # fmt: skip
 
     def _run(self, state: DecodeState, rows: int) -> None:
-        # Clear autocast's cache: it may still hold casts of earlier weights.
+        # Clear autocast's cache, because it may still hold cast copies of earlier weights.
         torch.clear_autocast_cache()
         inputs = state.inputs(rows, self._parts)
         keep = torch.arange(rows, device=self._layout.device)
@@ -275,7 +275,7 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Return the number of key parts that every graph has room for at first.
+    """Return the number of key parts that every graph initially has room for.
 
     It is the number that fits into `LEAST_WORKSPACE`, or the number in `rows` rows of `STATE_LENGTH` tokens if that is less.
     """

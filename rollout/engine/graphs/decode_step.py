@@ -1,7 +1,7 @@
 """The inputs and the attention of a decode step that is captured in a CUDA graph.
 
-The inputs are in one buffer at a fixed address, which one copy per step fills: three numbers and the block table of each
-row. The graph computes the slot mapping from them on the device.
+The inputs are in one buffer at a fixed address, which one copy per step fills. They are the token id, rotary position,
+position and block table of each row, from which the graph computes the slot mapping on the device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rollout.engine.models.model_support import ModelLayout
 
 _FIELDS = 3
 _ALIGNED = 16
-"""The granularity of the number of rows, so that each part of the buffer starts at a multiple of 64 bytes."""
+"""The number of rows is a multiple of this number, so that each part of the buffer starts at a multiple of 64 bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeInputs:
-    """The inputs of a decode step of B rows with one position each, on the device; rows without a sequence are padding."""
+    """The device tensors that a decode step of B rows reads, one position per row. Rows without a sequence are padding."""
 
     ids: Tensor
     """The token ids, int64 [B]; 0 in padding."""
@@ -50,7 +50,7 @@ class DecodeState:
     """The buffers on the device that hold the rows of a decode step.
 
     Args:
-        rows: maximum number of rows of a step; R is this number rounded up.
+        rows: maximum number of rows of a step. R is this number, rounded up to a multiple of 16.
         columns: number of columns of the block tables, a multiple of 16 (Triton recompiles a kernel for other strides).
 
     Attributes:
@@ -65,7 +65,7 @@ class DecodeState:
         self._block_size = block_size
         self._device = device
         header = _FIELDS * self.rows
-        # Leave inference mode: a tensor created in it could not be written outside it.
+        # Leave inference mode, because a tensor created in inference mode cannot be written to outside it.
         with torch.inference_mode(False):
             self._flat = torch.zeros(header + self.rows * columns, dtype=torch.int32, device=device)
         self.ids, self.positions, self.seen = self._flat[:header].view(_FIELDS, self.rows)
@@ -78,7 +78,7 @@ class DecodeState:
         return self._flat.nbytes
 
     def clear(self) -> None:
-        """Make every row padding, for which a step writes nothing. The warm-up runs of a capture use this state."""
+        """Make every row padding, for which a step writes no KV. The warm-up runs before a capture use this state."""
         self._flat.zero_()
         self.seen.fill_(-1)
 
@@ -87,7 +87,8 @@ class DecodeState:
 
         Args:
             ids: token ids of the B rows, [B]; B is at most the maximum number of rows.
-            rotary: rotary positions, [B], which differ from the positions after an image; None: `rows.positions`.
+            rows: positions and block tables of the B rows.
+            rotary: rotary positions [B], which differ from `rows.positions` after an image; None if they are equal.
         """
         count, header = len(ids), _FIELDS * self.rows
         message = np.zeros(header + self.tables[:count].numel(), np.int32)
@@ -145,7 +146,7 @@ class TritonDecode:
     """Computes the attention of a captured step with the Triton kernels.
 
     Args:
-        paged: the kernels, with a workspace that nothing else uses, because graphs contain its addresses.
+        paged: the kernels. Only captured graphs may use their workspace, because the graphs contain its addresses.
     """
 
     def __init__(self, paged: TritonPaged, cache: KVCache) -> None:
@@ -166,7 +167,7 @@ class TritonDecode:
             [B, H, Dv].
         """
         keys, values = self._cache.layer(layer)
-        # Cast the query to the cache's dtype, which differs if autocast was set differently when the engine was built.
+        # Cast the query to the cache's dtype. They differ if autocast was set differently when the engine was built.
         dtype, query = query.dtype, query.to(keys.dtype)
         if not serves(query, keys, values):
             raise RuntimeError(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")

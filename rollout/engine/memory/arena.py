@@ -1,7 +1,7 @@
 """Returns the KV pool's device memory to the driver, and allocates it again at the same addresses.
 
-If the memory were only returned to torch's allocator, the trainer's tensors could occupy parts of it, such as Adam's states,
-created at the first step. The pool could then not be restored. An `Arena` keeps addresses and maps memory to them.
+If the memory were only returned to torch's allocator, the trainer's tensors, such as Adam's states, could occupy parts of
+it, and the pool could not be restored. An `Arena` keeps the addresses reserved and maps new memory to them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class CudaVirtualMemory:
-    """Reserves addresses on a CUDA device and maps physical memory to them, through ctypes calls of the driver.
+    """Reserves addresses on a CUDA device and maps physical memory to them, by calling the driver through ctypes.
 
     Args:
-        library: the driver library; None: libcuda. Tests pass a stand-in.
+        library: the driver library; libcuda if None. Tests pass a stand-in.
 
     Attributes:
-        granularity: granularity of the sizes and addresses of mappings, in bytes.
-        device: device, with its index, of tensors at the addresses.
+        granularity: number of bytes of which the sizes and addresses of mappings must be multiples.
+        device: the CUDA device, always with its index.
 
     Raises:
         OSError, AttributeError: there is no libcuda, or it has no virtual memory calls.
@@ -127,7 +127,7 @@ class CudaVirtualMemory:
         torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> None:
-        # Set the device: the calling thread may have another device's context, or none.
+        # Set the device, because the calling thread may have another device's CUDA context, or none.
         with torch.cuda.device(self.device):
             code = getattr(self._library, name)(*arguments)
         if not code:
@@ -148,12 +148,11 @@ class Arena:
     def __init__(self, memory: CudaVirtualMemory) -> None:
         self._memory = memory
         self._ranges: list[_Range] = []
-        # Do not run the finaliser at exit: the exiting process returns all memory, and the driver may already be shut
-        # down.
+        # Do not run the finaliser at exit: the process's memory is freed anyway, and the driver may already be shut down.
         weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Allocate one tensor of zeros per size, in elements. A tensor keeps its address unless it outgrows its range.
+        """Allocate a tensor of zeros for each size, in elements. A tensor keeps its address unless it outgrows its range.
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory; no memory is mapped.
@@ -183,7 +182,7 @@ def _free_all(memory: CudaVirtualMemory, ranges: list[_Range]) -> None:
 
 
 class _Range:
-    """A range of reserved addresses, the first `mapped` bytes of which are backed by memory.
+    """A range of reserved addresses, to whose start memory can be mapped.
 
     Attributes:
         mapped: number of bytes backed by memory, from the start of the range.
@@ -194,7 +193,7 @@ class _Range:
         self._address = self._reserved = self.mapped = self._handle = 0
 
     def map(self, used: int) -> Tensor:
-        """Map memory to the start of the range, and return its first `used` bytes as a tensor. Nothing may be mapped yet."""
+        """Map memory to the start of the range, which must have none, and return the first `used` bytes as a tensor."""
         unit = self._memory.granularity
         size = -(-max(used, 1) // unit) * unit
         if size > self._reserved:
@@ -225,13 +224,13 @@ class _Range:
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
     """Return a uint8 tensor of `size` bytes at a memory address of `device`. The tensor does not own the memory."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)
-    # Leave inference mode: a tensor created in it could not be written outside it.
+    # Leave inference mode, because a tensor created in inference mode cannot be written to outside it.
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
 
 def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
-    """Return the memory functions for a pool on `device`.
+    """Return the functions that allocate and release a pool's memory on `device`.
 
     Memory comes from torch's allocator if `virtual` is False or if the driver does not support virtual memory calls.
     """
@@ -244,7 +243,7 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
             return PoolMemory(arena.allocate, arena.release)
         except (OSError, AttributeError, RuntimeError) as exc:
             _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-    # Return freed memory to the driver: memory left in torch's cache would be fragmented by the trainer.
+    # Empty torch's cache after each release: the trainer's allocations would fragment memory that stays in the cache.
     return PoolMemory(release=torch.cuda.empty_cache)
 
 

@@ -1,7 +1,7 @@
-"""A pool of equal blocks in device memory, with host memory to which blocks can be moved.
+"""A pool of equally large blocks in device memory, with host memory to which blocks can be copied.
 
 A block has several parts, such as K of one layer or a recurrent state of one layer. The blocks of one part are contiguous,
-because gathering contiguous rows is faster than gathering strided rows (13 times, for 8 kB rows on a CPU).
+because gathering contiguous rows is faster than gathering strided rows (13 times as fast for 8 kB rows on a CPU).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
 
 
 def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Allocate one tensor of zeros per size, in elements.
+    """Allocate a tensor of zeros for each size, in elements.
 
-    Uninitialised memory may hold NaN, and a masked position, which has weight 0, would contribute 0 x NaN = NaN. On a CPU a
-    page takes memory only once it is written.
+    Uninitialised memory may hold NaN, and a masked position, which has weight 0, would contribute 0 x NaN = NaN. On a CPU,
+    the zeros of numpy take memory only once they are overwritten.
     """
     numel = sum(sizes)
     if device.type == "cpu" and numel:
@@ -53,8 +53,8 @@ class BlockPool:
     """A pool of `num_blocks` blocks with several parts each. After `drop` or `save` it has no device memory.
 
     Args:
-        widths: number of elements of one block in each part.
-        memory: allocates and releases the device memory.
+        widths: number of elements that one block has in each part.
+        memory: functions that allocate and release the device memory.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BlockPool:
 
     @property
     def host_bytes(self) -> int:
-        """The host memory in bytes: the buffer for saved blocks, which the next suspend reuses, and the host slots."""
+        """The size in bytes of the host memory: the host slots, and the memory of saved blocks, which is kept for reuse."""
         return self._host.nbytes + self._tier.nbytes
 
     @property
@@ -138,7 +138,7 @@ class BlockPool:
         return HostBlocks(self._widths, self.dtype, pinned=cuda, stage=stage)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy a block for each pair (source, destination), in this order. A negative number ~s is slot s on the host.
+        """Copy a block for each pair (source, destination), in this order. A negative number `~s` is slot s on the host.
 
         In a run of consecutive pairs between device blocks, all sources are read before any destination is written.
         """
@@ -183,8 +183,8 @@ class BlockPool:
         """Copy the saved blocks back into the pool, after `materialize`. Return the number of bytes copied.
 
         Args:
-            blocks: old ids of the saved blocks to restore; None: all that `mapping` keeps.
-            mapping: new id of each old block, negative for a block to drop; None: ids do not change.
+            blocks: old ids of the saved blocks to restore; None for all blocks that `mapping` keeps.
+            mapping: new id of each old block, negative for a block to drop; None if ids do not change.
         """
         if self._saved is None:
             raise RuntimeError("restore() without save(): nothing was copied to the host")
@@ -192,8 +192,7 @@ class BlockPool:
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
-        # Store the new ids before the copy. They are valid from now on, even if the copy fails and routes are still
-        # read from the host.
+        # Store the new ids before the copy: if it fails, expert routes are still read from the host, under the new ids.
         self._saved = targets
         index = upload(targets[kept].astype(np.int64), self.device)
         self._host.load(self._parts, index, kept)

@@ -1,4 +1,4 @@
-"""Buffers reused across steps, copies of small arrays to and from a device, and helpers for modes and memory errors."""
+"""Buffers reused across steps, copies of small arrays to and from a device, and helpers for inference mode and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 128
-"""The number of vocabulary entries per block. A draw searches on two levels: first the block, then the token in it."""
+"""The number of vocabulary entries per block. Sampling first selects a block, and then a token in this block."""
 ALIGNMENT = 64
 """The alignment of packed arrays, in bytes. Triton compiles a second kernel for addresses that are not multiples of 16."""
 
@@ -24,7 +24,7 @@ def lacks_device_memory(exc: BaseException) -> bool:
     """Return whether an operation failed for lack of device memory, so that it may succeed once memory is free.
 
     Torch's allocator raises `torch.OutOfMemoryError`. The driver (when it instantiates a graph or loads a kernel), cuBLAS
-    and Triton raise a RuntimeError whose message mentions the memory.
+    and Triton raise a `RuntimeError` that is recognised by its message.
     """
     if isinstance(exc, torch.OutOfMemoryError):
         return True
@@ -44,15 +44,15 @@ def plain_tensors() -> Iterator[None]:
 class Scratch:
     """Named buffers that one thread reuses across steps.
 
-    On a CPU, freshly mapped memory costs several times as much as the arithmetic on it. On other devices every call returns
-    a new tensor, because the caching allocator reuses memory.
+    On a CPU, mapping fresh memory takes several times as long as the arithmetic on it. On other devices, every call returns
+    a new tensor, because torch's caching allocator already reuses memory.
     """
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised tensor with the shape [R, V] of `scores`, in the buffer of this name.
+        """Return an uninitialised tensor with the shape [R, V] of `scores`, in the buffer called `name`.
 
         All calls with the same name must use the same dtype.
         """
@@ -70,7 +70,7 @@ class Scratch:
             return torch.empty(shape, dtype=dtype, device=device)
         size, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size:
-            # Leave inference mode: a tensor created in it could not be written outside it.
+            # Leave inference mode, because a tensor created in inference mode cannot be written to outside it.
             with torch.inference_mode(False):
                 flat = self._flat[name] = torch.empty(size, dtype=dtype, device="cpu")
         return flat[:size].view(shape)
@@ -97,7 +97,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Copy R integers below 2^31 and R float32 numbers to arrays on the host, which waits for a single copy."""
+    """Copy R integers below 2^31 and R float32 numbers to host arrays. From a device, this takes only one copy."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()
@@ -108,7 +108,7 @@ def packed(arrays: Sequence[NDArray[np.generic]]) -> tuple[NDArray[np.generic], 
     """Concatenate arrays of one dtype into a flat array, each at a multiple of `ALIGNMENT` bytes.
 
     Returns:
-        The flat array, and the index of the first element of each array in it.
+        The flat array, and the index at which each array starts in it.
     """
     unit = ALIGNMENT // arrays[0].itemsize
     ends = np.cumsum([-(-array.size // unit) * unit for array in arrays]).tolist()

@@ -1,8 +1,8 @@
 """Host memory for blocks that leave the device: live blocks during a suspend, and blocks that the prefix cache evicts.
 
-A slot holds all parts of one block. On CUDA, blocks are gathered in a staging buffer on the device, and adjacent slots are
-copied in one transfer. Copies of many megabytes reach the bandwidth of the bus; copies of single blocks do not. All copies
-are queued on the caller's stream, so later work on this stream may overwrite the memory that they read.
+A slot holds all parts of one block. On CUDA, blocks are first gathered in a staging buffer on the device, and adjacent slots
+are copied in one transfer. Only copies of many megabytes reach the bandwidth of the bus. All copies are queued on the
+caller's stream, so later work on this stream may overwrite the memory that they read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Torch rounds pinned memory up to a power of two and keeps buffers that have been
 buffer would therefore take up to four times its size.
 """
 STAGING_BYTES = 64 * 2**20
-"""The size of a staging buffer, in bytes. Copying it takes milliseconds; starting the copy takes microseconds."""
+"""The size of a staging buffer, in bytes. Copying it takes milliseconds, while starting the copy takes microseconds."""
 
 Slots = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -39,7 +39,7 @@ class HostBlocks:
         widths: number of elements of one block in each part.
         pinned: whether to pin the memory, for asynchronous copies to and from a CUDA device.
         stage: function that allocates a flat device tensor with the given number of elements, or raises
-            `torch.OutOfMemoryError`. None: the pool is also in host memory, and no staging buffer is needed.
+            `torch.OutOfMemoryError`. None if the pool is also in host memory, so that no staging buffer is needed.
         limit: maximum size of a staging buffer, in bytes; it always has room for one block.
     """
 
@@ -116,7 +116,7 @@ class HostBlocks:
                 view.copy_(staged, non_blocking=True)
 
     def load(self, parts: Sequence[Tensor], blocks: Tensor, slots: Slots) -> None:
-        """Copy slots into blocks on the device, all different. The arguments are as in `offload`."""
+        """Copy slots into blocks on the device. The arguments are the same as for `offload`; all blocks must differ."""
         for some, views, rows in self._staged(blocks, slots):
             for view, staged in _transfers(views, rows):
                 staged.copy_(view, non_blocking=True)
@@ -124,16 +124,16 @@ class HostBlocks:
                 part.index_copy_(0, some, columns)
 
     def read(self, slots: Slots, part: int) -> Tensor:
-        """Return a copy of one part of the blocks in these slots, [number of slots, width]."""
+        """Return a copy [number of slots, width] of one part (by index) of the blocks in these slots."""
         begin = sum(self._widths[:part])
         empty = torch.empty(0, self._widths[part], dtype=self._dtype, device="cpu")
         return torch.cat([empty, *(rows[:, begin : begin + self._widths[part]] for rows in self._views(slots))])
 
     def _staged(self, blocks: Tensor, slots: Slots) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-        """Yield as many blocks at a time as fit into a staging buffer.
+        """Split blocks and slots into groups that fit into a staging buffer.
 
         Yields:
-            The ids of n blocks, the views of their slots, and the rows [n, width] of the buffer. Without a staging buffer
+            The ids of n blocks, the views of their slots, and the rows [n, width] of the buffer. Without a staging buffer,
             the rows are the slots themselves, and the list of views is empty.
         """
         if self._stage is None:

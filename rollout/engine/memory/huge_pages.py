@@ -1,6 +1,6 @@
-"""Puts the parameters of a model on a CPU on huge pages.
+"""Puts the parameters of a model that runs on a CPU on huge pages.
 
-A decode step reads all parameters, and with small pages it mostly waits for the page tables. Linux 6.1 and later can
+A decode step reads all parameters, and with small pages it mostly waits for page table lookups. Linux 6.1 and later can
 collapse pages of 4 KiB into one of 2 MiB in place (`MADV_COLLAPSE`, madvise(2)); addresses and content do not change. On
 other systems, or if transparent huge pages are turned off, nothing happens.
 """
@@ -29,13 +29,13 @@ Advise = Callable[[int, int], bool]
 
 
 def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
-    """Put the memory of CPU tensors on huge pages, as far as the system can.
+    """Put the memory of CPU tensors on huge pages, as far as the system supports it.
 
     This takes about 1.5 s per GB, or microseconds if the memory is already on huge pages.
 
     Args:
         tensors: parameters; tensors on other devices are ignored.
-        advise: function that collapses memory; None: madvise, if the system supports it.
+        advise: function that collapses memory; None for madvise, if the system supports it.
 
     Returns:
         The number of bytes that are now on huge pages.
@@ -47,8 +47,7 @@ def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
         return 0
     pages = {page for start, size in places for page in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
     begin = time.monotonic()
-    # Try every page. The first and last page of a tensor may reach beyond its mapping, and madvise then leaves them
-    # unchanged.
+    # Try every page: madvise leaves a page unchanged if it is a tensor's first or last and reaches beyond the mapping.
     done = sum(advise(page * HUGE_PAGE, HUGE_PAGE) for page in sorted(pages)) * HUGE_PAGE
     _log.info("parameters: %d MiB on huge pages, after %.1f s", done >> 20, time.monotonic() - begin)
     return done

@@ -52,13 +52,13 @@ class KVCache(BlockPool):
     """A pool of `num_blocks` blocks of `block_size` token slots. After `drop` or `save` it has no device memory.
 
     Args:
-        layers: shape of K and V of each attention layer.
+        layers: shapes of each attention layer's K and V.
         dtype: dtype of K and V.
         memory: see `BlockPool`.
-        routes: shape of the expert routes stored next to K and V; None: no routes are stored.
+        routes: shape of the expert routes to store next to K and V; None if no routes are stored.
 
     Attributes:
-        addresses: addresses of K and V of each layer, K first, which captured graphs contain; empty without device memory.
+        addresses: addresses of each layer's K and V, K first, which captured graphs contain; empty without device memory.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class KVCache(BlockPool):
         return self.num_blocks * self.routes.block_bytes(self.block_size, self.dtype)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the K and V of a layer, both contiguous.
+        """Return the K and V tensors of a layer, both contiguous.
 
         Their shapes are [num_blocks, block_size, Hkv, D] and [num_blocks, block_size, Hkv, Dv] for Hkv key-value heads.
         """
@@ -110,10 +110,10 @@ class KVCache(BlockPool):
         return super().drop()
 
     def write_routes(self, slots: Tensor, layer: int, experts: Tensor) -> None:
-        """Store the experts that one router has chosen.
+        """Store the experts that one router chose for P positions.
 
         Args:
-            slots: token slot of each of P positions, block * block_size + offset, int64 [P].
+            slots: token slot of each position, which is block * block_size + offset, int64 [P].
             layer: index of the router among the layers with a router.
             experts: the k experts chosen at each position, [P, k].
         """

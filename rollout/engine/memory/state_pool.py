@@ -1,6 +1,6 @@
 """The pool of recurrent and convolutional states. A slot holds all states of one sequence at one position.
 
-A slot belongs to a running sequence, or is a snapshot of the state at the end of a cached prefix.
+A slot belongs to a running sequence, or is a snapshot of the states at the end of a cached prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout.engine.memory.buffers import ALIGNMENT
 
 @dataclass(frozen=True)
 class StateKey:
-    """The key of one state of a model: layer, kind and index, as in transformers' cache."""
+    """The key of one of a model's states: layer, kind and index, as in transformers' cache."""
 
     layer: int
     kind: str
@@ -42,14 +42,14 @@ class StateShape:
 
 
 def _shaped(flat: Tensor, state: StateShape) -> Tensor:
-    """Return a view [slots, *shape] of `flat` [slots, elements]. A convolution's channels are contiguous for the kernels."""
+    """Return a view [slots, *shape] of `flat` [slots, elements]. A convolution's channels are contiguous for its kernels."""
     if state.key.kind != "conv":
         return flat.view(-1, *state.shape)
     return flat.view(-1, state.shape[-1], *state.shape[:-1]).movedim(1, -1)
 
 
 class StatePool(BlockPool):
-    """A pool of slots, each of which holds states of these `shapes`. A slot is a block of the pool."""
+    """A pool of slots, each of which holds one state of each of the `shapes`. A slot is a block of the pool."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StatePool(BlockPool):
         super().__init__([each.num_bytes for each in shapes], num_slots, torch.uint8, device, memory)
 
     def state(self, key: StateKey) -> Tensor:
-        """Return the tensor with the state `key` of every slot: [num_blocks, *shape], in that state's dtype."""
+        """Return the tensor [num_blocks, *shape] that holds the state `key` of every slot, in this state's dtype."""
         return self._states[key]
 
     def materialize(self, num_blocks: int) -> None:
@@ -78,7 +78,7 @@ class StatePool(BlockPool):
         return super().drop()
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy a slot for each pair (source, destination); a negative source is a slot of zeros.
+        """Copy a slot for each pair (source, destination). A negative source fills the destination with zeros.
 
         All sources are read before any destination is written.
         """

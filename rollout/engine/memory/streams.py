@@ -1,6 +1,6 @@
 """Orders an engine's steps after work that callers queued on their CUDA streams.
 
-The host waits for streams, never for a whole device, which is an error while any thread of the process captures a graph.
+The host waits for streams, never for a whole device: that would raise while any thread of the process captures a graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _used: set[torch.cuda.Stream] = set()
 
 
 def wait_for_steps(device: torch.device) -> None:
-    """Block the host until all work is done that engines queued on a CUDA device, or that is on the caller's stream."""
+    """Block the host until a CUDA device has finished all work that engines queued, and all work on the caller's stream."""
     streams = {stream for stream in tuple(_used) if stream.device == device}
     for stream in {*streams, torch.cuda.current_stream(device)}:
         stream.record_event().synchronize()
@@ -26,7 +26,7 @@ class StreamOrder:
     """Orders steps after work that callers queued, such as an update of the weights.
 
     Attributes:
-        stream: function that returns the calling thread's current stream; None: the device has no streams.
+        stream: function that returns the calling thread's current stream; None if the device has no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StreamOrder:
             self._marks.append(self.stream().record_event())
 
     def follow(self) -> None:
-        """Make the current stream wait for all work marked since the last call. The engine calls this before each step."""
+        """Make the current stream wait for work marked since the last `follow`. The engine calls this before each step."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:
@@ -48,6 +48,6 @@ class StreamOrder:
         self._marks.clear()
 
     def settle(self) -> None:
-        """Block the host until all work is done that engines have queued on any stream of the device."""
+        """Block the host until the device has finished all work that engines queued on any of its streams."""
         if self._device.type == "cuda":
             wait_for_steps(self._device)

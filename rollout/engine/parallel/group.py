@@ -22,11 +22,11 @@ HEADER_BYTES = 4096
 """The size of a message's first broadcast, in bytes. The rest of a longer message is sent in a second broadcast."""
 _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
-"""The maximum silence of the channel, in control timeouts."""
+"""The maximum time between two messages, as a multiple of the control timeout."""
 LEAST_TIMEOUT_S = 60.0
-"""The minimum time, in seconds, that members wait for a message, because ranks may build their engines in turn."""
+"""The minimum time, in seconds, that members wait for a message, because other ranks may build their engines first."""
 _built: dict[tuple[int, ...], int] = {}
-"""The number of the last group that some ranks built together, by ranks. It is equal on all of these ranks."""
+"""The number of the latest group that each tuple of ranks has built. All ranks in the tuple have the same number."""
 
 
 class TensorParallelGroup:
@@ -35,10 +35,10 @@ class TensorParallelGroup:
     Args:
         mesh: one-dimensional device mesh of the group.
         timeout_s: control timeout in seconds.
-        kind: kind of the group, for messages.
+        kind: kind of the group, for error messages.
 
     Attributes:
-        ranks: ranks of the members in the default process group. The first one decides what the group computes.
+        ranks: ranks of the members in the default process group. The first rank decides what the group computes.
         place: index of this rank in `ranks`.
 
     Raises:
@@ -51,8 +51,8 @@ class TensorParallelGroup:
         self.place = self.ranks.index(dist.get_rank())
         self._lost: str | None = None
         number = _built[self.ranks] = _built.get(self.ranks, -1) + 1
-        # Create the group without `new_group`, which would reuse the name of an earlier group of these ranks, whose
-        # addresses are still in the store.
+        # Create the group without `new_group`. It could reuse the name of an earlier group of these ranks, and then find
+        # that group's outdated addresses in the store.
         prefix = f"rollout/{kind}/{'-'.join(map(str, self.ranks))}/{number}"
         store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
         timeout = timedelta(seconds=max(LEAST_TIMEOUT_S, IDLE_TIMEOUTS * timeout_s))
@@ -66,7 +66,7 @@ class TensorParallelGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first, which decides what the group computes."""
+        """Whether this rank is the group's first, which decides what the group computes."""
         return self.place == 0
 
     @property
@@ -92,7 +92,7 @@ class TensorParallelGroup:
         """Wait for the first rank's next message, and return it.
 
         Raises:
-            EngineDeadError: the connection to the first rank is lost, or the rank was silent for too long.
+            EngineDeadError: the connection to the first rank is lost, or the first rank sent nothing for too long.
         """
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._broadcast(header)
@@ -118,7 +118,7 @@ class TensorParallelGroup:
             value: this rank's value.
 
         Raises:
-            ConfigError: the setting differs; the message names the ranks that differ from the first.
+            ConfigError: the setting differs; the message names the ranks that differ from the first rank.
         """
         mine = torch.tensor([zlib.crc32(value.encode())], dtype=torch.int64, device="cpu")
         told = [torch.empty_like(mine) for _ in self.ranks]
@@ -135,7 +135,7 @@ class TensorParallelGroup:
             raise EngineDeadError(self._lost)
 
     def lose(self, why: BaseException | str) -> EngineDeadError:
-        """Mark the group as lost, and return the error to raise. The other members find the channel closed."""
+        """Mark the group as lost and close the channel, which the other members notice. Return the error to raise."""
         if self._lost is None:
             others = ", ".join(f"rank {rank}" for rank in self.ranks if rank != self.ranks[self.place])
             said = why if isinstance(why, str) else f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"
@@ -152,7 +152,7 @@ class TensorParallelGroup:
         return EngineDeadError(f"{said}; before, the forward raised {type(failed).__name__} here: {failed}")
 
     def close(self) -> None:
-        """Leave the channel. The call may be repeated."""
+        """Close this rank's end of the channel. Repeated calls have no effect."""
         # Drop the only reference to the channel, which closes its connections.
         self._channel = None
         self._lost = self._lost or f"the {self.name} was closed on rank {self.ranks[self.place]}; build another engine"
@@ -164,8 +164,7 @@ class TensorParallelGroup:
         self.refuse_when_lost()
         try:
             collective().wait()
-        # Catch RuntimeError: the backends' errors for a closed connection and for a timeout have no closer common
-        # class.
+        # Catch RuntimeError, the closest common class of the backends' errors for a closed connection and for a timeout.
         except RuntimeError as exc:
             raise self.lose(exc) from exc
 

@@ -1,4 +1,4 @@
-"""The shared forward passes of a tensor-parallel group: the first rank broadcasts what to compute, and the others follow.
+"""The shared forward passes of a tensor-parallel group: the first rank broadcasts the inputs, and all ranks compute.
 
 Always true: the first rank broadcasts only inside `Leader.leading`, while the other members are in `follow`. If a forward
 pass raises on every member, the group continues. If it raises on only some of them, the group is lost.
@@ -27,7 +27,7 @@ from rollout.requests.codec import INT_ARRAY, Codec, optional
 from rollout.threads.interrupts import uninterrupted
 
 BEAT_S = 1.0
-"""The minimum time, in seconds, between a message and a following one that only reports that this rank is alive."""
+"""The minimum time without messages, in seconds, before the first rank sends one that only reports that it is alive."""
 
 FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
 
@@ -69,13 +69,13 @@ WORK = _record(
 
 
 class Together:
-    """Makes other ranks take part in a step's forward pass. In this base class there are no other ranks."""
+    """Makes other ranks compute a step's forward pass, too. In this base class, there are no other ranks."""
 
     def refuse_alone(self) -> None:
-        """Check that the other ranks are taking part.
+        """Check that the other ranks are ready to compute forward passes together with this rank.
 
         Raises:
-            EngineStateError: the other ranks are not computing now.
+            EngineStateError: the other ranks are not ready.
             EngineDeadError: the group is lost.
         """
 
@@ -93,7 +93,7 @@ class Together:
 
 
 class Leader(Together):
-    """The first rank of a tensor-parallel group, which sends the group's messages."""
+    """The first rank of a tensor-parallel group, which sends all messages."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group
@@ -105,11 +105,11 @@ class Leader(Together):
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
-        """Lead the other members inside the block.
+        """Inside the `with` block, let this rank's forward passes run on the other members too, which call `follow`.
 
         Args:
-            outcome: function of the exception raised in the block (None: no exception). On exit its result is sent to the
-                other members, whose calls of `follow` return it.
+            outcome: function of the exception raised in the block, or of None if there was none. When the block exits, the
+                function's result is sent to the other members, and their calls of `follow` return it.
         """
         self._leading = True
         failed: BaseException | None = None
@@ -123,8 +123,7 @@ class Leader(Together):
             try:
                 self._send(END, outcome(failed))
             except Exception:
-                # Raise this error only if the `with` block succeeded. Otherwise the block's own exception already
-                # reports that the group was lost.
+                # Raise this error only if the `with` block succeeded. Otherwise, the block's own exception is raised.
                 if failed is None:
                     raise
 
@@ -149,14 +148,14 @@ class Leader(Together):
         self._send(FORWARD, WORK.encode(told))
         self._blocks = []
         try:
-            # Delay every Ctrl-C: if a member leaves a forward pass, the group fails.
+            # Delay every Ctrl-C, because a member that left a forward pass would break the group.
             with uninterrupted(wholly=True):
                 return compute(work)
         except Exception as exc:
             try:
                 self._send(CHECK)
-                # Ask whether every member failed too. 0 means that some member did not, and its collectives may then be
-                # one ahead of the others.
+                # Check whether every member failed too. 0 means that some member did not. This member may then have run
+                # a collective operation that the failed members have skipped.
                 agreed = self.group.least(1)
             except EngineDeadError as lost:
                 raise self.group.lose_after(exc, lost) from exc
@@ -169,19 +168,19 @@ class Leader(Together):
 
     def _send(self, kind: str, content: Any = None) -> None:
         message: bytes = msgpack.packb([kind, content])
-        # Send under a lock: a message may take two broadcasts, and several threads may step one engine.
+        # Send under a lock, because a message may take two broadcasts, and several threads may send messages.
         with uninterrupted(wholly=True), self._sending:
             self.group.send(message)
             self._sent = self._clock()
 
 
 def follow(group: TensorParallelGroup, compute: Callable[[ForwardWork], object]) -> Any:
-    """Compute the forward passes that the first rank broadcasts, until its call of `Leader.leading` ends.
+    """Compute the forward passes that the first rank broadcasts, until the first rank exits its `Leader.leading` block.
 
     If a forward pass raises on this rank, the group continues only if the pass has also raised on the first rank.
 
     Returns:
-        The outcome that the first rank sends at the end.
+        The outcome that the first rank sends when it exits the block.
 
     Raises:
         EngineDeadError: the first rank is lost, or a forward pass failed on only some of the ranks.

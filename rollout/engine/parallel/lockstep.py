@@ -1,7 +1,7 @@
-"""Forward passes in lock-step, for ranks whose layers exchange tokens while each rank has its own batches.
+"""Forward passes in lock-step, for ranks whose expert layers exchange tokens while each rank has its own batches.
 
     agree(state)    the ranks exchange their states, to find out whether any of them has a forward pass to compute
-    round()         every rank computes one forward pass; expert layers that its own step skips get inputs without tokens
+    round()         every rank computes one forward pass; expert layers that its own step skips are called without tokens
 
 Always true: in a round every rank calls each expert module once, in the same order. A step that schedules nothing, or fails
 outside the expert modules, does not affect the other ranks. If a step fails inside an expert module, the group is lost.
@@ -20,7 +20,7 @@ from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 LEFT, BUSY, IDLE, DONE = range(4)
-"""The states of a rank before a round: it left its call, has a forward pass to compute, waits for work, reached its goal."""
+"""The states of a rank before a round: failed and left, has a forward pass to compute, waits for work, reached its goal."""
 
 
 class Lockstep(Together):
@@ -42,7 +42,7 @@ class Lockstep(Together):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Make expert modules raise an error if they are called outside a round or twice in a round, inside the block."""
+        """Inside the block, make expert modules raise an error if they are called outside a round or twice in a round."""
         with ExitStack() as undo:
             for layer in self._layers:
                 undo.callback(layer.register_forward_pre_hook(self._begin).remove)
@@ -50,7 +50,7 @@ class Lockstep(Together):
             yield
 
     def learn(self, forward: Callable[[], object]) -> None:
-        """Find the order of the expert modules and the shapes of their inputs. Every rank of the group must call this.
+        """Find the call order of the expert modules and the shapes of their inputs. Every rank of the group must call this.
 
         Args:
             forward: function that runs a forward pass of the model.
@@ -75,7 +75,7 @@ class Lockstep(Together):
         """Return the smallest of the ranks' states. Every rank must call this before each round.
 
         Raises:
-            EngineDeadError: a rank is lost, and with it the group.
+            EngineDeadError: a rank is lost, and therefore the whole group.
         """
         return self.group.least(state)
 
@@ -89,7 +89,7 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Run a round: at most one forward pass inside the block. On exit, call the expert modules that it has not called.
+        """Run a round, with at most one forward pass inside the block. On exit, call the expert modules not called in it.
 
         Raises:
             EngineDeadError: a rank is lost, or this rank failed inside an expert module.
@@ -114,7 +114,7 @@ class Lockstep(Together):
     def _ended_by_failures(self) -> Iterator[None]:
         """Turn an exception inside an expert module into an `EngineDeadError`, and mark the group as lost.
 
-        The other ranks are then waiting for this rank's tokens.
+        The other ranks are then waiting for tokens that this rank will not send.
         """
         try:
             yield
@@ -132,8 +132,7 @@ class Lockstep(Together):
         self.refuse_alone()
         done = self._done
         assert done is not None
-        # Reject a repeated call, and a call out of order. While `learn` still finds the order, only a repeated call is
-        # wrong.
+        # Reject a repeated call, and a call out of order. While `learn` finds the order, reject only a repeated call.
         if layer in done or (layer in self._empty and self._layers[len(done)] is not layer):
             raise EngineStateError(
                 f"{self.group.name}: a step calls a module of experts twice or in another order than the other ranks' steps "

@@ -1,8 +1,8 @@
 """The *variant* of a model: its active adapters. One model computes the same results under equal variants.
 
-KV is shared, and requests run, only under an equal variant. The variant is read from two attributes of PEFT layers, the
-active adapters and whether adapters are disabled, so any way of switching adapters is detected. This module imports neither
-PEFT nor torch.
+Requests share KV, and run together, only if their variants are equal. The variant is read from the PEFT layers themselves
+(active adapters, their scaling, and whether adapters are disabled), so any way of switching adapters is detected. This
+module imports neither PEFT nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Variant = tuple[Any, ...]
-"""A hashable key of the active adapters: a single entry if all layers agree, otherwise one entry per layer."""
+"""A hashable key of the active adapters: (name, scaling) pairs if all layers agree, otherwise a tuple of pairs per layer."""
 
 NO_ADAPTER: Variant = ()
 """The variant of a model without adapters, or with all adapters disabled."""
@@ -27,7 +27,7 @@ def layers_with_adapters(model: nn.Module) -> list[Any]:
 
 
 def variant_of(layers: list[Any]) -> Variant:
-    """Return the variant of a model whose `layers_with_adapters` are `layers`.
+    """Return the variant of a model, given the layers that `layers_with_adapters` found in it.
 
     Raises:
         UnsupportedModelError: an active adapter is an activated LoRA (aLoRA).
@@ -39,21 +39,21 @@ def variant_of(layers: list[Any]) -> Variant:
 
 def described(variant: Variant) -> str:
     """Return the names of the adapters in a variant, for messages."""
-    # Wrap the pairs (name, scaling) if there is one entry for all layers; otherwise there is one entry per layer.
+    # Make a list of layers: if all layers agree, the variant itself contains the (name, scaling) pairs of every layer.
     layers = (variant,) if variant and variant[0] and isinstance(variant[0][0], str) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"
 
 
 def _has_switches(module: nn.Module) -> bool:
-    # Require properties, as PEFT has: models in transformers have methods of the same names.
+    # Require properties: PEFT layers have properties with these names, while transformers models have methods.
     return all(
         isinstance(getattr(type(module), name, None), property) for name in ("active_adapters", "disable_adapters")
     )
 
 
 def _acting(layer: Any) -> Variant:
-    """Return (name, scaling) of each active adapter in a layer."""
+    """Return a (name, scaling) pair for each active adapter in a layer."""
     if layer.disable_adapters:
         return NO_ADAPTER
     scaling, kinds = (layer.__dict__.get(name) or {} for name in ("scaling", "lora_variant"))

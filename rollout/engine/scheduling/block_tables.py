@@ -1,11 +1,10 @@
 """Block tables: the blocks of each sequence, and which of them are shared.
 
-Connects the sequence table with the allocator. Blocks are reserved before they are written, and a shared block is copied
-before it is written. Complete blocks are registered for sharing only if a new request would now compute the same KV.
+This module connects the sequence table with the allocator. Blocks are reserved before they are written, and a shared block
+is copied before it is written. A complete block is registered for sharing only if a new request would now compute equal KV.
 
 In a model with recurrent states, a row also holds a state slot, and a cached prefix can be continued only from a snapshot of
-the state. Snapshots are taken at the last block boundary inside a prompt, and at the last boundary that a completion has
-passed.
+the state. A snapshot is kept at the last block boundary inside a prompt, and at the last boundary that a completion passed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class BlockTables:
     def reserve(self, row: int, count: int) -> bool:
         """Reserve blocks for a row's next `count` positions. If the first of these blocks is shared, replace it by a copy.
 
-        Return False, reserving nothing, if too few blocks are free.
+        Return False and reserve nothing if too few blocks are free or evictable.
         """
         table = self.table
         start = int(table.computed[row])
@@ -64,7 +63,7 @@ class BlockTables:
         return True
 
     def release_reserved(self, rows: IntArray) -> None:
-        """Release the reserved blocks of these rows that come after the block of the row's next position."""
+        """Release each row's reserved blocks after the block that contains the row's next position."""
         table = self.table
         needed = table.computed[rows] // table.block_size + 1
         for at in np.flatnonzero(table.num_blocks[rows] > needed).tolist():
@@ -102,14 +101,14 @@ class BlockTables:
     def attach_prefix(self, sequence: Sequence, hashes: list[int], budget: int, headroom: int) -> bool:
         """Attach the longest cached prefix to an empty row, and reserve blocks for the row's first prefill chunk.
 
-        In a model with recurrent states, the prefix ends at a snapshot of the state, and the row gets a copy of it.
-        Return False, changing nothing, if there is no room.
+        In a model with recurrent states, the prefix stops at a snapshot of the state, and the row's state slot starts as a
+        copy of this snapshot. Return False and change nothing if there is too little room.
 
         Args:
             sequence: the owner of the row.
             hashes: hashes of the prompt blocks that may be looked up.
             budget: maximum number of positions in the first chunk.
-            headroom: number of blocks that must stay free or evictable.
+            headroom: number of blocks that must stay free or evictable after the reservation.
         """
         table, allocator, row, size = self.table, self.allocator, sequence.row, self.table.block_size
         found: list[int] = []
@@ -139,9 +138,9 @@ class BlockTables:
         return False
 
     def _load(self, sequence: Sequence, hashes: list[int], found: list[int], budget: int, headroom: int) -> bool:
-        """Load the prompt's blocks from host memory that follow the cached blocks `found`, and append them to `found`.
+        """Load the prompt's blocks that follow the cached blocks `found` from host memory, and append them to `found`.
 
-        Loaded blocks are pinned. Return False, loading nothing, if there is no room.
+        Each loaded block has one reference. Return False and load nothing if there is too little room.
         """
         host, index, size = self.allocator.host, self.allocator.index, self.table.block_size
         if not host.num_slots or not self.allocator.enable_prefix_caching:
@@ -167,7 +166,7 @@ class BlockTables:
     def next_block(self, sequence: Sequence) -> int | None:
         """Return the hash of the first prompt block that a waiting sequence would have to compute itself.
 
-        None: all blocks are cached, or the sequence must not wait for blocks that others compute.
+        Return None if all blocks are cached, or if the sequence must not wait for blocks that other sequences compute.
         """
         if sequence.wants_prompt_logprobs or self.states.num_slots:
             return None
@@ -207,7 +206,7 @@ class BlockTables:
     def cut(self, sequence: Sequence, count: int) -> int:
         """Return the length of the next prompt chunk.
 
-        It is `count`, or less if the chunk must end at the boundary where a snapshot of the state is to be kept.
+        The length is `count`, or less if the chunk must stop at a block boundary so that a snapshot can be kept there.
         """
         start, boundary = self.table.computed.item(sequence.row), self._boundary(sequence)
         pauses = sequence.pauses_for_snapshot and start < boundary < start + count
@@ -216,16 +215,16 @@ class BlockTables:
     def _boundary(self, sequence: Sequence) -> int:
         """Return the last block boundary before a prompt's last token, because a later request recomputes that token.
 
-        0: the model has no recurrent states, or prefix caching is off.
+        Return 0 if the model has no recurrent states, or if prefix caching is off.
         """
         if not self.states.num_slots or not self.allocator.enable_prefix_caching:
             return 0
         return (len(sequence.tokens) - 1) // self.table.block_size * self.table.block_size
 
     def _keep_state(self, row: int) -> int:
-        """Keep a snapshot, if there is room, of the state of a row that has just completed a registered block.
+        """Keep a snapshot of a row's recurrent state after its last registered block, if there is room.
 
-        Return the block. Return `NO_BLOCK` if the model has no recurrent states, or the row is not at such a boundary.
+        Return this block, or `NO_BLOCK` if the model has no recurrent states or the row is not at the end of such a block.
         """
         table = self.table
         count = table.chained.item(row)

@@ -27,7 +27,7 @@ class StepPlanner:
     """Plans the steps of one scheduler.
 
     Attributes:
-        admitting: the leader that `plan` is admitting; None: no leader is being admitted.
+        admitting: the leader that `plan` is admitting, or None. It stays set if admitting the leader raises an exception.
         deferred: the leaders that the last `plan` skipped, because another sequence is computing a block that they need.
     """
 
@@ -39,7 +39,11 @@ class StepPlanner:
         self.deferred: list[Sequence] = []
 
     def plan(self, version: int) -> ScheduledStep | None:
-        """Choose the work of the next forward pass and reserve its blocks. Return None if nothing can run."""
+        """Choose the work of the next step, and reserve its blocks. Return None if nothing can run.
+
+        Args:
+            version: current policy version, to record for newly admitted sequences.
+        """
         queues = self._queues
         queues.allocator.forget_copies()
         self.admitting, self.deferred = None, []
@@ -135,7 +139,7 @@ class StepPlanner:
                 insert(queues.waiting, leader)
 
     def _next(self) -> Sequence | None:
-        """Remove and return the next leader to admit; None: no leader waits, or too few rows are free for its group."""
+        """Remove and return the next leader to admit. Return None if none waits, or too few rows are free for its group."""
         queues = self._queues
         free = queues.num_free_places - sum(1 + len(each.siblings) for each in self.deferred)
         fits = queues.waiting and 1 + len(queues.waiting[0].siblings) <= free
@@ -144,7 +148,7 @@ class StepPlanner:
     def _activate(self, sequence: Sequence, budget: int) -> int:
         """Assign a row, the cached prefix and blocks to a waiting sequence.
 
-        Return the number of positions in its first chunk; 0 if there is no room.
+        Return the number of positions in the sequence's first prefill chunk, or 0 if there is no room.
         """
         queues, table = self._queues, self._queues.table
         hashes = [] if sequence.wants_prompt_logprobs else sequence.hashes
@@ -154,8 +158,8 @@ class StepPlanner:
         headroom += sum(
             blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
         )
-        # Try again without the last block if there is no room. A fully cached prompt needs one more block: a copy of
-        # the last block, because the last token is recomputed.
+        # If there is no room, try again without the last block of a fully cached prompt. With this block, the prompt
+        # needs an additional block: recomputing the last token writes to a copy of the shared last block.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
         for usable in (hashes, *[hashes[:-1]] * whole):
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom):

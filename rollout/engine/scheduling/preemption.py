@@ -1,6 +1,6 @@
 """Preemption: active sequences release their row and KV, and return to the queue to be recomputed.
 
-The tokens generated so far become part of the prompt of a new segment of the record.
+The tokens generated so far become part of the prompt in a new segment of the sequence's record.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Preemption:
         self._queues = queues
 
     def evict(self, sequence: Sequence) -> None:
-        """Requeue an active sequence whose blocks or row other sequences need."""
+        """Drop the KV of an active sequence, requeue the sequence, and count a preemption."""
         counters = self._queues.counters
         counters["preemptions"] += 1
         counters["preemption_tokens_recomputed"] += self._checkpoint(sequence)
 
     def give_up_kv(self, group: list[Sequence]) -> None:
-        """Free the rows and blocks of a leader and its siblings, and prepare these sequences to be queued again."""
+        """Free the rows and blocks of a group, whose leader comes first, and prepare its sequences to be queued again."""
         queues = self._queues
         queues.table.write_back(group[0])
         for each in group:
@@ -43,12 +43,12 @@ class Preemption:
         """Requeue every active sequence, dropping its KV. Return the number of KV positions lost.
 
         Args:
-            why: the error that caused the preemption; None: the preemption was requested.
+            why: the error that caused the preemption, or None if a caller requested it.
         """
         return sum(self._checkpoint(sequence, why) for sequence in reversed(self._queues.active()))
 
     def checkpoint_until_fits(self, num_pages: int) -> int:
-        """Requeue the youngest active sequences until at most `num_pages` pages are live. Return the KV positions lost."""
+        """Requeue the youngest active sequences until at most `num_pages` pages are in use. Return the KV positions lost."""
         allocator, lost = self._queues.allocator, 0
         if len(allocator.pages.live()) > num_pages:
             allocator.drop_cached()
@@ -88,7 +88,7 @@ class Preemption:
         for each in lost:
             each.row, each.siblings = NO_ROW, []
         queues.reset_active()
-        # Have these blocks cleared: nobody has checked their content for NaN.
+        # Have these pages zeroed before reuse, because their content was never checked for NaN.
         queues.allocator.pages.poisoned += queues.allocator.held_memory().tolist()
         queues.allocator.start_over()
         queues.table.start_over()

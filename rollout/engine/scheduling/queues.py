@@ -1,4 +1,4 @@
-"""One engine's sequences in queues by state (waiting, parked, prefilling, decoding), and the rows that they own."""
+"""The queues of one engine's sequences (waiting, parked, prefilling, decoding), and the table rows of active sequences."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from rollout.observe.metric_table import ENGINE_STATS
 class Queues:
     """The queues and rows of one engine. Every queue holds group leaders in order of (priority, arrival).
 
+    A *leader* represents the samples in its `siblings` until they are forked, when the prompt has been computed.
+
     Attributes:
         table: the active sequences as arrays.
         blocks: the block tables of the active sequences.
         waiting: the leaders that may be admitted.
-        parked: the leaders that were accepted under another variant than the current one.
+        parked: the leaders that cannot run now, because they were accepted under another variant than the current one.
         prefilling, decoding: the leaders that hold KV.
-        by_row: the owner of each row, unforked samples included.
+        by_row: the sequence that owns each row, unforked samples included.
         variant: the current variant, that is, the model's active adapters.
-        clock: returns the time in seconds.
-        counters: the counters of `ENGINE_STATS` that the queues keep.
+        clock: function that returns the time in seconds.
+        counters: the values of those counters in `ENGINE_STATS` that the scheduler updates.
     """
 
     def __init__(self, allocator: BlockAllocator, clock: Callable[[], float], max_requests: int) -> None:
@@ -53,12 +55,12 @@ class Queues:
 
     @property
     def num_places(self) -> int:
-        """The maximum number of sequences that own a row: `max_requests`, or the number of state slots if that is less."""
+        """The maximum number of active sequences: `max_requests`, or the number of state slots if there are fewer."""
         return min(self._max_requests, self.allocator.states.num_slots or self._max_requests)
 
     @property
     def num_free_places(self) -> int:
-        """The number of further rows that sequences can own now. Another scheduler may hold some of the state slots."""
+        """The number of further sequences that can get a row now. Other schedulers may hold some of the state slots."""
         states, free = self.allocator.states, self._max_requests - self.num_active
         if not states.num_slots:
             return free
@@ -76,7 +78,7 @@ class Queues:
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def active(self) -> list[Sequence]:
-        """Return the leaders that hold KV, oldest first; unforked samples are in their leader's `siblings`."""
+        """Return the leaders that hold KV, sorted by rank; unforked samples are in their leader's `siblings`."""
         return sorted([*self.decoding, *self.prefilling], key=rank)
 
     def leaders(self) -> list[Sequence]:
@@ -129,7 +131,7 @@ class Queues:
         self.table.remove(sequence)
 
     def put_back(self, group: list[Sequence]) -> None:
-        """Queue a group without rows at its rank, led by its first sequence. Do nothing if the group is empty."""
+        """Queue a group without rows by rank, with its first sequence as the leader. Do nothing if the group is empty."""
         if group:
             leader, *siblings = group
             leader.siblings = siblings

@@ -16,7 +16,7 @@ class StepResults:
     """Applies the results of the steps of one scheduler.
 
     Args:
-        track_events: whether to record an event with the block counts for every token.
+        track_events: whether to record an event for every token, with the block counts of the pool.
     """
 
     def __init__(self, queues: Queues, *, track_events: bool) -> None:
@@ -49,7 +49,7 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append the tokens of several decode steps, leaving out tokens that follow a row's last token.
+        """Append the tokens of several decode steps, except those that were computed after a row had finished.
 
         Each token's time is computed as if all steps took equally long.
         """
@@ -75,7 +75,7 @@ class StepResults:
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
         """Return the number of leading steps of a run that finish none of `rows`.
 
-        The last step never counts, because rows may reach their maximum length there.
+        The last step is never counted, because rows may reach their maximum length in it.
         """
         tokens, logprobs = (each.reshape(len(rows), -1) for each in (sampled.token_ids, sampled.logprobs))
         ends = np.isnan(logprobs)
@@ -86,7 +86,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append the tokens of the steps `span` of a run to `rows`. They must finish no row and cross no block boundary."""
+        """Append the tokens of a run's steps in `span` to `rows`. These must not finish a row or cross a block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)
@@ -182,7 +182,7 @@ class StepResults:
             # Remove the drawn token, which is meaningless and must not reach the record.
             self._queues.table.length[sequence.row] -= 1
             why = "its logits have no finite value; look for NaN or inf in the weights, and for extreme sampling parameters"
-            # Report an invalid request: a constraint that cannot be followed is the caller's error.
+            # Report an invalid request: a constraint that cannot be satisfied is the caller's error.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
                 f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "

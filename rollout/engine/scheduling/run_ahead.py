@@ -1,4 +1,4 @@
-"""Expected duration of a step, and the number of decode steps that may be made in one call. No tensors, no clock."""
+"""The expected duration of a decode step, and the number of steps to run in one call. No tensors, no clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
 LONGEST_S = 0.03
-"""The upper bound on one run of steps, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
+"""The maximum expected duration of a run, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
 MOST = 64
 """The maximum number of steps in a run, even if steps are very short."""
 MOST_WITH_TEXT = 8
-"""The maximum number of steps in a run if some rows have stop strings. Tokens computed after a stop string are discarded."""
+"""The maximum number of steps in a run if some rows have stop strings, because tokens after a stop string are discarded."""
 
 _NEWEST = 0.2
 """The weight of the newest step in the running mean."""
@@ -31,10 +31,9 @@ class StepCost:
         self._seconds = math.inf
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Add one step to the means. Cap the duration of an outlier, because other processes may have used the machine."""
+        """Update the means with one step. An outlier's duration is capped: another process may have delayed the step."""
         if _OUTLIER * seconds < self.step(rows):
-            # Restart the mean: the earlier steps were much slower, perhaps because they compiled kernels and captured
-            # graphs.
+            # Restart the means: earlier steps were much slower, perhaps because they compiled kernels or captured graphs.
             self._rows, self._seconds = rows, seconds
         self._seconds += _NEWEST * (min(seconds, _OUTLIER * self.step(rows)) - self._seconds)
         self._rows += _NEWEST * (rows - self._rows)
@@ -45,10 +44,10 @@ class StepCost:
 
 
 def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledStep:
-    """Extend a step of decodes by up to `MOST` - 1 further decode steps in the same call, and reserve their blocks.
+    """Turn a decode step into a run of up to `MOST` decode steps in one call, and reserve the blocks of all these steps.
 
-    No row exceeds its maximum length, no sequence is preempted for the run, and one free block is left for each sequence.
-    In a model with recurrent states, the run ends at the first block boundary, where a snapshot of the state may be kept.
+    No row exceeds its maximum length, no sequence is preempted for the run, and one free block is left per active sequence.
+    In a model with recurrent states, the run stops at the first block boundary, where a snapshot of the state may be kept.
     """
     table, rows = queues.table, step.rows
     seconds = cost.step(len(rows))
@@ -60,12 +59,12 @@ def run_ahead(queues: Queues, step: ScheduledStep, cost: StepCost) -> ScheduledS
         most = min(most, int((table.block_size - table.computed[rows] % table.block_size).min()))
     while most > 1 and not _reserve(queues, rows, most):
         most //= 2
-    # Add the copies of blocks that the reservation evicted to the host: they must be copied before the step.
+    # The reservation may have evicted blocks to the host; they must be copied there before the step overwrites them.
     return replace(step, ahead=max(1, most), copies=(*step.copies, *queues.blocks.take_copies()))
 
 
 def _reserve(queues: Queues, rows: IntArray, count: int) -> bool:
-    """Reserve blocks for the next `count` positions of every row. Return False, reserving none, if too few are free."""
+    """Reserve blocks for the next `count` positions of every row. Return False and reserve none if too few are free."""
     table = queues.table
     fresh = -(-(table.computed[rows] + count) // table.block_size) - table.num_blocks[rows]
     if not (fresh > 0).any():

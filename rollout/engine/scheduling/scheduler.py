@@ -1,10 +1,10 @@
 """Continuous batching: admission, chunked prefill and preemption, within the token budget and the free blocks.
 
-The scheduler owns the queues, the sequence table and every block id. It handles no tensors; the clock is passed in.
+The scheduler owns the queues, the sequence table and the block tables. It handles no tensors; the clock is passed in.
 
 Always true between calls:
 - sequences are admitted in order of (priority, arrival); an evicted sequence returns to its place in this order. A sequence
-  that waits for a prefix that another sequence is computing is skipped, with rows and blocks kept free for it;
+  is skipped while another sequence computes its prefix, but enough rows and blocks are kept free for the skipped sequence;
 - the oldest active sequence can always run: it may evict every younger sequence, and it fits alone (checked by `add`);
 - a block is registered as a shareable prefix only if a new request would now compute the same KV for it;
 - a sequence runs only under the variant (active adapters) it was accepted under; otherwise it is parked;
@@ -34,10 +34,10 @@ class Scheduler(Queues):
 
     Attributes:
         preemption: preempts active sequences.
-        planner: chooses the work of a step.
+        planner: chooses the work of each step.
         cost: the expected duration of a step without prefill.
-        forward: the key of all forward settings except the variant. KV is shared only under an equal key, but a change does
-            not evict running sequences.
+        forward: a key of all settings of the forward pass except the variant. KV is shared only under equal keys, but a new
+            key does not evict running sequences.
         version: the current policy version.
     """
 
@@ -72,11 +72,11 @@ class Scheduler(Queues):
     # --- adding and removing sequences --------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, variant: Variant | None = None) -> None:
-        """Queue a sequence, with its unforked `siblings`, at its rank.
+        """Queue a sequence and its unforked `siblings` by rank.
 
         Args:
             sequence: the leader of a group.
-            variant: the variant under which the sequence is accepted; None: the current variant.
+            variant: the variant under which the group is accepted; None for the current variant.
 
         Raises:
             InvalidRequestError: the sequence could never run, even alone.
@@ -92,7 +92,7 @@ class Scheduler(Queues):
         """Check that a group would fit if it ran alone.
 
         Args:
-            request_id: id of the request, for messages.
+            request_id: id of the request, for error messages.
             samples: number of samples in the group.
             prompt: number of tokens in the prompt.
             length: maximum number of tokens of a sample, including the prompt.
@@ -121,7 +121,7 @@ class Scheduler(Queues):
         return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
-        """Remove and return every sequence whose (request_id, sample_index) `keys` accepts. Release their blocks.
+        """Remove and return every sequence whose (request_id, sample_index) `keys` accepts, and release its blocks.
 
         If a leader is removed, the first of its remaining unforked siblings becomes the leader.
         """
@@ -164,7 +164,7 @@ class Scheduler(Queues):
         return any(sequence.variant == variant for sequence in self.parked)
 
     def switch(self, variant: Variant, forward: Hashable) -> None:
-        """Change the variant and the forward key. This empties the prefix cache.
+        """Change the variant and the forward key (see `forward`), and empty the prefix cache.
 
         If the variant changes, all active sequences are evicted, because their KV belongs to the old variant.
         """
@@ -180,7 +180,7 @@ class Scheduler(Queues):
             insert(self.queue_of(leader), leader)
 
     def advance_version(self, version: int) -> None:
-        """Start a new policy version: close every sequence's version span at its current length. O(1) per sequence."""
+        """Start a new policy version and close every sequence's version span at its current length. O(1) per sequence."""
         table = self.table
         for sequence in self:
             request = sequence.request

@@ -1,7 +1,8 @@
 """Mutable scheduling state: one `Sequence` per sample, its images, and a table of the active sequences. No tensors.
 
 The table is a structure of arrays, so that a step over thousands of sequences takes only a few numpy calls. A sequence owns
-a table row while it is active. Its record is updated only when it leaves the row, or for a snapshot.
+a table row while it is active. Its record is updated from the row only when the sequence gives up the row, or when the
+engine's caller reads the record.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ IntArray = NDArray[np.int32]
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
 """A function that reads a sequence's expert routes: (pages of the sequence, start, stop) → [stop - start, layers, k]."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
-"""A cached `VersionSpans.of_run`. The rows of a step can share the spans, because a delta is never changed."""
+"""A cached `VersionSpans.of_run`. Deltas of several rows can share one result, because a delta's spans never change."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """The images of one prompt, shared by the prompt's samples. No tensors. A text-only prompt has `NO_IMAGES`.
 
-    In the scheduler's arrays, a *key* replaces each of the I placeholder tokens. The key is a negative number computed from
+    In the scheduler's arrays, a *key* replaces each of the I placeholder tokens. A key is a negative number computed from
     the image's content, so that block hashes and comparisons of cached blocks distinguish images just like tokens.
 
     Attributes:
-        items: one item per image (or per tile of an image), each with a `digest` of its content and the `count` of its
-            embeddings.
+        items: one item per image (or per tile of an image), each with a `digest` of its content and a `count`, which is its
+            number of embeddings.
         places: [I] positions of the placeholders, ascending; the placeholders of an item are adjacent in this array.
         keys: [I] negative keys, one per placeholder.
         positions: [3, P + 1] rotary positions (time, height, width) of the prompt's P tokens and of the token after the
-            prompt; None: the same as in text.
+            prompt; None if they are the same as in text.
         whole: (start, stop) of each run of positions that attend to each other in both directions. A prefill chunk must not
             end inside a run.
     """
@@ -94,7 +95,7 @@ class PromptImages:
     def fitting(self, start: int, count: int) -> int:
         """Return the length, up to `count`, of the longest chunk from `start` that does not end inside a run of `whole`.
 
-        0: the run that begins at `start` is longer than `count`.
+        Return 0 if `start` is in a run that is not complete after `count` positions.
         """
         for first, stop in self.whole:
             if first < start + count < stop:
@@ -110,7 +111,7 @@ class PromptImages:
         return np.concatenate([known, own[:, known.shape[1] :] + self.shift], axis=1)
 
     def seen(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return [stop - start]: the last position that each position from `start` to `stop` attends to.
+        """Return the last position that each position from `start` to `stop` - 1 attends to, as [stop - start].
 
         This is the position itself or, inside a run of `whole`, the last position of the run.
         """
@@ -126,7 +127,7 @@ NO_IMAGES = PromptImages((), np.zeros(0, np.int64), np.zeros(0, np.int32))
 def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> IntArray:
     """Return negative int32 keys [sum of counts] for images and videos.
 
-    The keys of an item repeat the words of its digest, 31 bits each. The lowest bit tells videos from images.
+    The keys of an item cycle through the 32-bit words of its digest. One bit of every key marks videos; see `is_video`.
     """
     words = [
         np.frombuffer(digest, "<u4").astype(np.int64) & 0x7FFFFFFE | video
@@ -137,7 +138,7 @@ def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> I
 
 
 def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a bool array of the shape of `ids`: True for keys of videos."""
+    """Return a bool array with the shape of `ids`, which is True for video keys."""
     keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
     return keys
 
@@ -148,9 +149,9 @@ class Sequence:
 
     record: DynamicInferenceRequestRecord
     order: int
-    """The number of the sequence's group, in order of arrival."""
+    """The number of the sequence's group. Groups are numbered in order of arrival."""
     tokens: IntArray
-    """[P], the prompt of the live segment: all tokens known when the sequence was last queued, with images as keys."""
+    """[P], the prompt of the live segment: all tokens known when the sequence was last queued, with keys for images."""
     stop_ids: tuple[int, ...]
     """The token ids that finish the sequence: the request's stop ids and, unless `ignore_eos`, the model's EOS ids."""
     max_length: int
@@ -162,15 +163,15 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)
     """The other samples of the group, which are forked from this sequence once the prompt has been computed."""
     text: Any = None
-    """The `CompletionText` that looks for stop strings; None: the request has no stop strings."""
+    """The `CompletionText` that looks for stop strings; None if the request has no stop strings."""
     stop_string: str | None = None
-    """The stop string that finished the sequence; None: no stop string did."""
+    """The stop string that finished the sequence; None if it has not finished at a stop string."""
     row: int = NO_ROW
     variant: Variant = NO_ADAPTER
     """The adapter variant under which the sequence was accepted; it runs under no other variant."""
     pauses_for_snapshot: bool = True
-    """Whether a prefill chunk of a model with recurrent states ends where a snapshot can be kept. False after a preemption,
-    because the extra step would make the preemption even more expensive."""
+    """Whether prefill is split at the block boundary where a snapshot of the recurrent states can be kept. False after a
+    preemption, because the extra step would make the preemption even more expensive."""
     wants_prompt_logprobs: bool = False
     """Whether prompt log-probs are still missing, so that the whole prompt must be computed, even if it is cached."""
     images: PromptImages = NO_IMAGES
@@ -183,7 +184,7 @@ class Sequence:
 
     @property
     def request(self) -> DynamicInferenceRequest:
-        """The live (last) segment of the record."""
+        """The live segment, which is the last segment of the record."""
         return self.record[-1]
 
     @property
@@ -199,7 +200,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The sort key: higher priority first, then earlier arrival, then lower sample index."""
+        """The key by which queues are sorted: higher priority first, then earlier arrival, then lower sample index."""
         return -self.request.priority, self.order, self.record.sample_index
 
     @property
@@ -232,7 +233,7 @@ def discard(queue: list[Sequence], sequence: Sequence) -> bool:
 
 
 class SequenceTable:
-    """The active sequences as arrays: S rows, one per sequence, and C token positions. Integers are int32.
+    """The active sequences as arrays with S rows, one per sequence, and C token positions. Integers are int32.
 
     Attributes:
         tokens: [S, C], the tokens of prompt and completion.
@@ -240,23 +241,23 @@ class SequenceTable:
         values: [S, C, k] float32, the k numbers per completion token that the user's value function computed; k is 0 if
             there is no such function.
         times: [S, C] float64, the time in seconds at which each completion token was sampled.
-        length: [S], the number of tokens known.
+        length: [S], the number of tokens of prompt and completion so far.
         computed: [S], the number of leading positions whose KV is in the cache.
-        prompt_length: [S], the prompt length of the record's last segment, the live one.
-        origin: [S], the length of the user's prompt. After a preemption, `prompt_length` may be longer.
+        prompt_length: [S], the prompt length of the live segment.
+        origin: [S], the length of the user's prompt. After a preemption, `prompt_length` may be larger.
         max_length, min_length: [S], see `Sequence`.
         stop_ids: [S, K], up to K stop ids per row, padded with `NO_TOKEN`.
         blocks: [S, B], up to B block ids per row (the block table), padded with `NO_BLOCK`.
         num_blocks: [S], the number of blocks in each row's block table.
         state: [S], the slot of the sequence's recurrent states. `NO_SLOT`: the model has no such states, or the sequence has
             no slot yet.
-        trail: [S], the last block after which a decode step kept a snapshot of the state, or `NO_BLOCK`.
-        chain: [S] int64, the hash of the last complete block that was registered or found in the cache.
-        chained: [S], the number of leading blocks that `chain` covers.
+        trail: [S], the block at whose end a decode step last kept a snapshot of the state, or `NO_BLOCK`.
+        chain: [S] int64, the hash of the chain of leading blocks that were registered or found in the cache.
+        chained: [S], the number of blocks in this chain.
         position_shift: [S], the number to add to a position after the prompt to get its rotary position; 0 without images.
         current: [S] bool, whether a new request would compute the same KV (same weights, variant and forward settings).
         plain: [S] bool, whether no per-token Python code is needed (no stop strings, no top log-probs).
-        read_routes: reads recorded expert routes; None: no routes are recorded.
+        read_routes: function that reads recorded expert routes; None if no routes are recorded.
     """
 
     length: IntArray
@@ -307,7 +308,7 @@ class SequenceTable:
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.current[row] = True
         self.plain[row] = sequence.text is None and not params.logprobs
-        # Assign the row last: until then its content belongs to another sequence, even if this method raises.
+        # Assign the row last, so that the sequence does not own a partly written row if this method raises.
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
@@ -327,11 +328,11 @@ class SequenceTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, row: int) -> IntArray:
-        """Return a view of a row's blocks, from the first block of the prompt on."""
+        """Return a view of a row's block ids, in order of position."""
         return self.blocks[row, : self.num_blocks[row]]
 
     def page_tables(self, rows: IntArray, width: int) -> NDArray[np.int64]:
-        """Return the pages [R, width] of the first `width` blocks of the R given rows."""
+        """Return the page ids [R, width] of the first `width` blocks of the R given rows."""
         return self._pages.of_blocks(self.blocks[rows, :width]).astype(np.int64)
 
     def generated(self, row: int) -> tuple[IntArray, NDArray[np.float32], NDArray[np.float64]]:
@@ -342,7 +343,7 @@ class SequenceTable:
     def growth(self, sequence: Sequence, known: int, prompt_version: int, events_known: int = 0) -> SampleDelta:
         """Return an active sequence's output beyond the first `known` tokens, without updating its record.
 
-        See `rollout.requests.delta.growth`.
+        The arguments are the same as for `rollout.requests.delta.growth`, which handles inactive sequences.
         """
         row, record = sequence.row, sequence.record
         live = record.segments[-1]
@@ -355,7 +356,7 @@ class SequenceTable:
         valued = self.values.shape[2] > 0
         listed = params.logprobs or params.return_kept_tokens or self.read_routes is not None or valued
         if start and low >= segment and len(live.policy_spans) <= low and not listed:
-            # Handle the common case first: tokens of one version, after the known ones, in the live segment.
+            # Handle the common case first: all new tokens are in the live segment and have the same policy version.
             log_probs, spans = self.logprobs[row, low:end].tobytes(), _one_run(live.policy_version, end - low)
             delta = SampleDelta(live.request_id, live.sample_index, start, tokens, log_probs, spans, prompt_version)
             delta.events, delta.num_events = events, num_events
@@ -388,12 +389,12 @@ class SequenceTable:
         return delta
 
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return the expert routes [stop - start, layers, k] of an active sequence's positions from `start` to `stop`."""
+        """Return the expert routes [stop - start, layers, k] of an active sequence from `start` to `stop` - 1."""
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:
             return self.read_routes(self._pages.of_blocks(self.held(row)), start, stop)
-        # No token was sampled since the KV was last recomputed: all routes are in the record's earlier segments.
+        # Read the record's earlier segments, which contain all routes if the live segment has no sampled token yet.
         earlier = [each.routing_indices for each in sequence.record.segments[:-1] if each.routing_indices is not None]
         return np.concatenate(earlier)[start:stop]
 

@@ -16,8 +16,8 @@ from rollout.engine.scheduling.sequences import Sequence as Sample
 class ScheduledStep:
     """The work of one forward pass: E entries, from which K tokens are sampled.
 
-    Entry e computes `counts[e]` positions of table row `rows[e]`, starting at position `starts[e]`. The first `num_decodes`
-    entries compute one position each, and a token is sampled from each; the other entries are prefill chunks.
+    Entry e computes `counts[e]` positions of the sequence in row `rows[e]` of the `SequenceTable`, from `starts[e]` on.
+    The first `num_decodes` entries compute one position and sample one token each. The other entries are prefill chunks.
     """
 
     rows: IntArray
@@ -30,17 +30,17 @@ class ScheduledStep:
     prefills: tuple[Sample, ...]
     """The sequences of the prefill entries, which follow the first `num_decodes` entries."""
     copies: tuple[tuple[int, int], ...]
-    """(source, destination) pages to copy before the forward pass, in this order; `~s` means slot s in host memory."""
+    """The (source, destination) pairs of pages to copy before the forward pass, in order; `~s` is slot s in host memory."""
     sampled_entries: IntArray
-    """[K] int32, the entry whose last position each token is sampled from; all samples of a group use the same entry."""
+    """[K] int32, the entry whose last position each token is sampled from. Samples that share a prefill share its entry."""
     sampled_rows: IntArray
     """[K] int32, the table row that receives each token."""
     ahead: int = 0
-    """The maximum number of decode steps that these rows make in one call; their blocks are reserved. 0: one step."""
+    """The maximum number of decode steps to run in one call, for which blocks are already reserved; 0 for a single step."""
 
     state_moves: tuple[tuple[int, int], ...] = ()
-    """(source, destination) state slots to copy before the forward pass, all read before any is written. A negative source
-    means zeros."""
+    """The (source, destination) pairs of state slots to copy before the forward pass. All sources are read before any
+    destination is written. A negative source fills the destination with zeros."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +60,7 @@ class ScheduledStep:
 class StepTokens:
     """The K sampled tokens of a step, aligned with `ScheduledStep.sampled_rows`.
 
-    A run of several decode steps has K = rows * `steps` tokens: all tokens of the first row, then all of the second, etc.
+    A run of several decode steps has K = rows * `steps` tokens, ordered by row and then by step.
     """
 
     token_ids: NDArray[np.int64]
@@ -70,12 +70,12 @@ class StepTokens:
     top: list[list[tuple[int, float]]] | None = None
     """[K], the most likely tokens as (token, log-prob), most likely first; None if no request needs them."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """The reasons why samples have no valid token, if known, by index into the K tokens."""
+    """The known reasons why sampled tokens are invalid, by the token's index into the K tokens."""
     complete: Sequence[int] = ()
-    """The indices, into the K tokens, of samples whose structured text is complete: they may stop before `min_tokens`."""
+    """The indices (into the K tokens) of samples that may stop before `min_tokens`: their structured output is complete."""
     kept: list[bytes] | None = None
     """[K], the token sets from which the tokens were drawn, each packed by `pack_kept`; None if no request returns them."""
     values: NDArray[np.float32] | None = None
-    """[K, k], the k numbers per token that the user's value function computed; None: there is no function."""
+    """[K, k], the k numbers per token that the user's value function computed; None if there is no such function."""
     steps: int = 1
-    """The number of decode steps made."""
+    """The number of decode steps that were run."""
