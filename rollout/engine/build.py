@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from a model: KV cache, scheduler, runner, bookkeeping."""
+"""Functions that build the parts of an engine from a model: KV cache, scheduler, model runner and bookkeeping."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CUDA_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that survive `rebuild`; see `DynamicInferenceEngine`."""
+    """The parts of an engine that `rebuild` keeps; `DynamicInferenceEngine` documents them."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -78,7 +78,7 @@ class EngineBase:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The autocast dtype of the engine's forward passes; None: the caller's autocast applies."""
+        """The autocast dtype of the engine's forward passes. If None, the caller's autocast setting applies."""
         return dtype_named(self.config.autocast_dtype)
 
     def under_autocast(self) -> AbstractContextManager[object]:
@@ -107,7 +107,7 @@ class EngineParts:
 
 
 def build(base: EngineBase) -> EngineParts:
-    """Build the parts from the current model. All ranks that compute forward passes together call this at the same time.
+    """Build the parts from the current model. All ranks that compute forward passes together must call this function.
 
     Raises:
         UnsupportedModelError, InvalidRequestError: the engine cannot serve this model.
@@ -128,26 +128,26 @@ def build(base: EngineBase) -> EngineParts:
     if config.advanced.verify_model:
         room = min(longest, cache.num_blocks * config.advanced.block_size_tokens)
         verify_model(runner, room, peers.all_hold)
-    # Measure the peak only if the engine runs alone. The ranks of a group have already agreed on one pool size, and a
-    # trial run that fails on one rank would stall a lock-step group.
+    # Measure peak memory only if this rank computes alone. The ranks of a group have already agreed on one pool size, and
+    # if the trial pass failed on one rank, the other ranks would wait for that rank's collectives.
     if peers.everyone is None:
         context.keep_free(peak_bytes(runner, config.step_tokens, longest, config.max_requests))
     return parts
 
 
 def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
-    """Build new parts, and move the requests in flight from `before` to them. If this raises, `before` is unchanged.
+    """Build new parts and move the requests in flight from `before` to them. If building raises, `before` stays usable.
 
     Raises: see `build`.
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
-        # Free KV cache and graphs first: the size of the new pool is computed from the free memory.
+        # Free the KV cache and the graphs first, because `build` computes the new pool size from the free memory.
         runner.order.settle()
         runner.release_workspace(graphs=True)
         before.context.suspend(KVCacheManagementMode.RECOMPUTE, keep_prefix_cache=False)
         host_slots = cache.host_slots
-        # Release the host tier, which is empty now: the host may not have memory for a second one.
+        # Release the host blocks, which are empty now: the host may not have memory for a second set.
         cache.release_host_blocks()
         try:
             with plain_tensors(), base.under_autocast():
@@ -171,8 +171,8 @@ def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
     """Build the parts again if windows or masks of attention layers have changed since `parts` were built.
 
     Raises:
-        UnsupportedModelError: the attention layers now use something that the engine does not support.
-        EngineStateError: settings have changed, but several ranks compute each forward pass together.
+        UnsupportedModelError: the changed attention layers need a feature that the engine does not support.
+        EngineStateError: settings have changed, but several ranks compute together, so one cannot rebuild its parts alone.
     """
     if not (names := parts.watch.changed_settings()):
         return parts
@@ -302,8 +302,8 @@ def _choose_forwards(
     """Set up the forward passes of a runner that are faster than the module's own: fused C++ code and CUDA graphs.
 
     Args:
-        asked: the flag that stops a run of decode steps early; see `DecodeRuns`.
-        whole: whether this rank has all weights and computes alone.
+        asked: the flag that stops a series of decode steps early; see `DecodeRuns`.
+        whole: whether this rank has all weights and computes forward passes alone.
     """
     module, layout, cache = runner.module, runner.layout, runner.cache
     if module.library is None:
@@ -324,8 +324,7 @@ def _choose_forwards(
         if not config.exact:
             runner.runs = DecodeRuns(runner.fused, runner, asked)
     if not runner.without_graphs and module.paged is not None:
-        # Give the graphs a workspace of their own: `release_workspace` frees the other one, and captured graphs keep
-        # using theirs.
+        # Give the graphs a separate workspace: they may still be in use when `release_workspace` frees the module's.
         decode = TritonDecode(module.paged.with_own_workspace(), cache)
         runner.graphs = GraphedDecode(
             runner.model, layout, cache, config.max_requests, CudaDevice(layout.device), decode
@@ -343,7 +342,7 @@ def _assemble(
 ) -> EngineParts:
     scheduler, clock, lifecycle, tap = context.scheduler, base.clock, base.lifecycle, base.tap
     watch = ModelWatch(model, controller.layout, controller.runner.installation, base.autocast)
-    # Call this for its error: it raises for active adapters that the engine cannot sample with.
+    # Call `variant` only for its error: it raises if the engine cannot sample with the model's active adapters.
     watch.variant()
     if controller.runner.graphs is not None:
         controller.runner.graphs.watched = watch.modules
@@ -361,9 +360,9 @@ def _keep_host_blocks(cache: KVCache, peers: Peers, gib: float) -> None:
     """Allocate host memory for evicted blocks.
 
     Raises:
-        ConfigError: `gib` (size in GiB) is too small for one block, or the host lacks the memory.
+        ConfigError: `gib` (size in GiB) is too small for one block, or the host does not have that much memory.
     """
-    # Take the smallest block count of all members: all members use the slot numbers that the first rank assigns.
+    # Use the smallest block count in the group: the first rank assigns slot numbers that every member must have.
     blocks = peers.least(int(gib * 2**30 // cache.block_bytes) if cache.block_bytes else 0)
     named = f"InferenceConfig.kv_cache_host_memory_gb={gib}"
     if not blocks:
@@ -402,5 +401,5 @@ def check_arguments(model: object, tokenizer: object, config: object) -> None:
 
 
 def step_tokens(config: InferenceConfig, device: torch.device) -> int:
-    """Return the token budget of a step if the configuration does not set one."""
+    """Return the token budget of a step for a configuration that does not set one."""
     return max(CUDA_STEP_TOKENS, config.max_requests) if device.type == "cuda" else config.step_tokens

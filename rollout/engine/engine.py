@@ -1,10 +1,10 @@
 """The engine of one rank: continuous batching in the training process, with the module that the optimizer updates.
 
 Always true:
-- every accepted request finishes exactly once, with a complete record that says: finished, stale, aborted or failed;
+- every accepted request finishes exactly once, with a complete record that contains the finish reason;
 - an exception inside a step fails the requests of that step (`rollout.engine.parts.stepper`), and the engine continues;
 - whenever no engine method is running, the trainer's model is exactly as the trainer left it;
-- sharded weights are whole between `gather_weights` and `release_weights`, and steps run only in between;
+- sharded weights are gathered before the first step and released after the last one; steps run only in between;
 - a request runs only while the adapters that were active when it was accepted are active again.
 """
 
@@ -59,11 +59,11 @@ class DynamicInferenceEngine:
         model: the `PreTrainedModel` that the optimizer updates. It may be wrapped in DDP or torch.compile, or sharded by
             FSDP2 (then every rank builds its engine at the same time). It is called, never changed, and copied only
             if `inference_dtype` or `inference_device` is set.
-        tokenizer: the model's tokenizer; None: prompts are token ids, and no text is produced.
-        config: the options, see `InferenceConfig`; None: the defaults.
-        token_values: a function that computes values from hidden states, see `RolloutManager`; None: no values.
-        clock: returns the time in seconds; tests replace it.
-        allocate: allocates the KV pool's tensor; tests replace it.
+        tokenizer: the model's tokenizer. If None, prompts must be token ids, and the engine produces no text.
+        config: the engine's options. If None, all options have their defaults.
+        token_values: a function that computes values from hidden states (see `RolloutManager`), or None.
+        clock: a function that returns the time in seconds. Tests replace it.
+        allocate: a function that allocates the KV pool's tensor. Tests replace it.
 
     Raises:
         UnsupportedModelError: the engine does not support a part of the model; the message names the part.
@@ -84,12 +84,12 @@ class DynamicInferenceEngine:
         self.lifecycle = Lifecycle()
         """The state machine, and the lock that is held during a step."""
         self.turns = Turns(refuse_inside_forward)
-        """The queue of the threads that run steps until their requests finish."""
+        """The queue of threads that each run steps until their own requests finish, one thread at a time."""
         self.tap = EngineTap(clock, lambda: self.inspection.traced_state(), lambda: self.inspection.traced_records())
-        """The engine's reports to a trace of this process."""
+        """The object through which the engine reports to the trace recorder, if this process records a trace."""
         with plain_tensors():
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)
-            """The model, its weights, and whether they changed without an announcement."""
+            """The model and its weights, with the check for weight changes that were not announced."""
             self.peers = Peers(self.weights, config)
             """The ranks that compute forward passes together with this one."""
             self.adapters = LoraAdapters(self.weights.sampled)
@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
                 if self.peers.lockstep is not None:
                     self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
-        """The holds that keep the engine from stepping: by the coordinator, a weight update or the caller."""
+        """The holds by which the coordinator, a weight update or the caller keeps the engine from stepping."""
         watch(self)
         answer_signal()
 
@@ -131,18 +131,18 @@ class DynamicInferenceEngine:
         Every rank must call this method inside `guard.whole()`. Unfinished samples continue; their KV is recomputed.
 
         Raises:
-            UnsupportedModelError, InvalidRequestError, ConfigError: see `build`; the engine is unchanged.
+            UnsupportedModelError, InvalidRequestError, ConfigError: see `build`. The engine is then unchanged.
         """
         self.parts = rebuilt(self._base, self.parts)
 
     @property
     def config(self) -> InferenceConfig:
-        """The configuration, with the token budget of a step filled in."""
+        """The configuration, in which `max_tokens_per_step` is never None."""
         return self.parts.config
 
     @property
     def context(self) -> DynamicInferenceContext:
-        """The KV blocks and the active requests."""
+        """The KV cache, its block allocator and the scheduler with the active requests."""
         return self.parts.context
 
     @property
@@ -162,7 +162,7 @@ class DynamicInferenceEngine:
 
     @property
     def installation(self) -> Installation:
-        """A context manager around many steps, in which the module counts as unchanged."""
+        """A context manager for a block of many steps, in which the engine assumes that the module does not change."""
         return self.controller.runner.installation
 
     @property
@@ -207,7 +207,7 @@ class DynamicInferenceEngine:
         """Return finished records that no step has returned, such as records aborted or found too stale between steps.
 
         Args:
-            keys: a predicate on (request_id, sample_index). The next step returns the records that it rejects.
+            keys: a predicate on (request_id, sample_index). Rejected records are returned by the next step.
         """
         with self.lifecycle.lock:
             return self.parts.ledger.take(keys)
@@ -215,13 +215,12 @@ class DynamicInferenceEngine:
     def step(self, *, ahead: bool = False) -> list[DynamicInferenceRequestRecord]:
         """Run one step: schedule, execute, update. Return the records that finished since the last step, each exactly once.
 
-        Requests that were accepted under other adapters wait until those adapters are active again. Meanwhile their KV may
-        be evicted.
+        Requests accepted under other adapters wait until those adapters are active again. Meanwhile their KV may be evicted.
 
         Args:
             ahead: whether to make further decode steps in the same call, for about 30 ms. They stop early if a sample
                 finishes, another thread waits, or `ask_for_boundary` is called. Only the fused CPU forward pass can do this.
-                The tokens are the same.
+                The sampled tokens are the same either way.
 
         Raises:
             EngineStateError: the engine is not RUNNING.
@@ -302,10 +301,10 @@ class DynamicInferenceEngine:
 
         Args:
             wanted: the sequences, each with the positions whose logits are needed.
-            take: called with the logits, chunk by chunk; see `Take`.
+            take: a callback that receives the logits chunk by chunk; see `Take`.
 
         Returns:
-            The policy version, and the names of the model's active adapters.
+            The policy version that computed the logits, and the names of the model's active adapters.
 
         Raises:
             InvalidRequestError: this engine cannot compute one of the sequences; no sequence was computed.
@@ -367,7 +366,7 @@ class DynamicInferenceEngine:
 
         Args:
             state: the state to wait for.
-            timeout_s: the longest wait in seconds; None: `Advanced.control_timeout_s`.
+            timeout_s: the longest wait in seconds. If None, `Advanced.control_timeout_s` applies.
 
         Raises:
             ValueError: `state` is transient.
@@ -382,9 +381,9 @@ class DynamicInferenceEngine:
 
 @dataclass(frozen=True)
 class Support:
-    """The engine's requirements, and whether a model meets them.
+    """A list of the engine's requirements, which says whether a model meets them.
 
-    `str()` has one line per requirement; `bool()` is True if the model meets all of them.
+    `str()` returns one line per requirement. `bool()` returns True if the model meets all requirements.
     """
 
     present: tuple[str, ...]
@@ -402,14 +401,14 @@ class Support:
 
 
 def inspect(model: nn.Module, config: InferenceConfig | None = None) -> Support:
-    """List which of the engine's requirements a model meets, without stopping at the first missing one.
+    """List which of the engine's requirements a model meets, without stopping at the first one that it does not meet.
 
-    If nothing is missing, build an engine, and compare its chunked forward pass with the model's own.
+    If the model meets all, build an engine and compare its chunked forward pass with the model's own forward pass.
     If the weights are sharded over several ranks, every rank must call this function.
 
     Args:
-        model: the model, as `RolloutManager` takes it.
-        config: the engine's options; None: the defaults, with a small KV cache.
+        model: the model that would be passed to `RolloutManager`.
+        config: the engine's options. If None, all options have their defaults, except for a small KV cache.
     """
     config = config or InferenceConfig(kv_cache_memory_gb=0.05)
     examined = examine(model, config.max_sequence_length)

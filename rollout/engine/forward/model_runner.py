@@ -1,4 +1,4 @@
-"""Model runner: turns scheduled work into tensors, runs the forward pass and samples tokens. It owns no queues.
+"""The model runner, which turns scheduled steps into tensors, runs the forward pass and samples tokens.
 
 The positions of one step form one packed row [1, P]: decoding sequences first, then prefill chunks. A step uses the fastest
 forward pass that supports it: a CUDA graph, the fused forward pass, or the module's own.
@@ -34,21 +34,21 @@ from rollout.errors import UnsupportedModelError
 
 
 class ModelRunner:
-    """Runs scheduled steps on one model.
+    """The object that runs scheduled steps on one model.
 
     Args:
         module: the module's own forward pass, for every step that no faster forward pass supports.
-        table: the active sequences.
+        table: the table of active sequences.
         adapters: the LoRA adapters that requests may name.
-        together: involves the other ranks in each forward pass.
-        constraints: the structured-output constraints of the rows.
-        exact: whether to run nothing but `fused`, and to compute log-probs with torch's own log-softmax.
+        together: the object that runs each forward pass together with the other ranks, if there are any.
+        constraints: the structured-output constraints of the table's rows.
+        exact: whether to run only the fused forward pass, and to compute log-probs with torch's own log-softmax.
 
     Attributes:
-        fused: the fused forward pass, which runs steps instead of the module's own if it supports the model. None:
-            `without_fused` gives the reason.
-        graphs: replays decode steps as CUDA graphs; None: `without_graphs` gives the reason.
-        runs: makes several decode steps in one call; None: every call makes one decode step.
+        fused: the fused forward pass, which replaces the module's own if it supports the model in its current state. If
+            None, `without_fused` gives the reason.
+        graphs: the CUDA graphs of decode steps. If None, `without_graphs` gives the reason.
+        runs: the object that makes several decode steps in one call. If None, every call makes one decode step.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class ModelRunner:
 
         Prompt log-probs of the step's prefill chunks are appended to the sequences that request them.
         """
-        # Wait here for work that callers have queued on the device: the code below already uses blocks, states and
-        # images.
+        # Make the device work below wait for work that callers have queued: it uses blocks, states and images.
         self.order.follow()
         self.move_states(step.state_moves)
         if step.ahead and self.runs is not None:
@@ -132,12 +131,12 @@ class ModelRunner:
         self._together.zero_blocks(blocks)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
-        """Copy (source, destination) state slots, all read before any is written. A negative source means zeros."""
+        """Copy state slots, given as (source, destination). A negative source means zeros. All reads precede all writes."""
         if moves:
             self.states.move(moves)
 
     def why_not_fused(self) -> str | None:
-        """Return why steps currently run the module's own forward pass, or None if they run the fused one."""
+        """Return why steps currently run the module's own forward pass, or None if they run the fused forward pass."""
         if self.fused is None:
             return self.without_fused
         with self.installation.inference():
@@ -193,10 +192,9 @@ class ModelRunner:
             ids: [P], the token ids of the P packed positions.
             rows: the R sequences, with their positions and block tables.
             keep: the packed positions whose logits are needed.
-            states: [R], the state slot of each sequence, not read if the model has no recurrent states; None: the first R
-                slots.
-            images: the image inputs; None: the step has no images.
-            named: [R], the name of each sequence's adapter; None: no sequence names an adapter.
+            states: [R], the state slot of each sequence, unused without recurrent states. If None, the first R slots.
+            images: the image inputs, or None if the step has no images.
+            named: [R], the name of each sequence's adapter, or None if no sequence names an adapter.
         """
         self.order.follow()
         if states is None:
@@ -221,10 +219,10 @@ class ModelRunner:
 
 
 class DecodeRuns:
-    """Makes several decode steps in one call, without the scheduler in between.
+    """The object that makes several decode steps in one call, without the scheduler in between.
 
     Args:
-        asked: a flag that stops a run early when it is not 0; see `FusedForward.decode`.
+        asked: a flag that stops a series of steps early when it is not 0; see `FusedForward.decode`.
     """
 
     def __init__(self, forward: FusedForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
@@ -245,8 +243,8 @@ class DecodeRuns:
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False
         if runner.layout.states and not table.plain[rows].all():
-            # Do not run ahead with recurrent states and text. If a row's text finished it within the run, its state
-            # would be ahead of its tokens.
+            # Do not run ahead with recurrent states and text. If a stop string finished a row within the series, the row's
+            # state would be ahead of its tokens.
             return False
         if runner.constraints.constrains(rows):
             return False
@@ -275,8 +273,8 @@ class DecodeRuns:
             if runner.values.width:
                 values = runner.values.take(np.arange(tokens.size))
         if np.isnan(logprobs).any():
-            # Clear KV slots with a NaN, which a finished row may have after its end. A kernel may multiply such a slot
-            # by zero, and 0 * NaN is NaN.
+            # Clear the KV slots of steps whose log-prob is NaN, because these slots may contain NaN. A kernel may multiply
+            # them by zero, and 0 * NaN is NaN.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
             runner.cache.zero_slots(packed.tables[row, at // size] * size + at % size)

@@ -1,6 +1,7 @@
-"""Detects changes to the model's forward pass other than changed weights, whenever the caller may have used the module.
+"""Detection of changes to the model's forward pass, apart from weight changes.
 
-Cached KV is shared only under an equal *forward key*. The key contains:
+Cached KV is shared only under an equal *forward key*. Whenever the caller may have used the module, the module epoch rises
+and the key is computed again. It contains:
 
 - autocast and its dtype, the precision of float32 matrix products, and torch's global module hooks;
 - the class of each module, its hooks, plain attributes, functions, and tensors that are not weights;
@@ -8,7 +9,7 @@ Cached KV is shared only under an equal *forward key*. The key contains:
 - the forward method of each class, and the functions in the same file that the method calls;
 - the module epoch, if any of this code is foreign (see `FAMILIAR`), because foreign code may read anything.
 
-Always true: with unchanged weights, equal keys compute the same KV. The key does not cover patched functions of torch.
+Always true: under equal keys and equal weights, a forward pass computes the same KV, unless functions of torch are patched.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from rollout.engine.scheduling.adapters import Variant, layers_with_adapters, va
 from rollout.errors import UnsupportedModelError
 
 FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
-"""The packages whose code depends only on the weights and on what the key contains. Other code is foreign, except the
-standard library."""
+"""The packages whose code depends only on the weights and on values that the key contains. All other code is foreign, except
+for the standard library."""
 
 _KNOWN = FAMILIAR | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -57,8 +58,8 @@ class ModelWatch:
 
     Args:
         layout: the model's layout when the engine was built.
-        installation: counts the module epoch, which rises whenever the caller may have changed the module.
-        autocast: the autocast dtype of the engine's forward passes; None: the caller's autocast applies.
+        installation: the counter of the module epoch, which rises whenever the caller may have changed the module.
+        autocast: the autocast dtype of the engine's forward passes. If None, the caller's autocast applies.
     """
 
     def __init__(
@@ -95,8 +96,7 @@ class ModelWatch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # Return the previous key if the new one is equal, so that the comparison in every step is only an identity
-            # check.
+            # Return the previous key if the new one is equal, so that each step's comparison is only an identity check.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
@@ -109,7 +109,7 @@ class ModelWatch:
         """Return whether the masks differ from the layout's masks. Inspect the model only if settings have changed.
 
         Raises:
-            UnsupportedModelError: the attention layers now use something that the engine does not support.
+            UnsupportedModelError: the changed attention layers need a feature that the engine does not support.
         """
         if not (names := self.changed_settings()):
             return False
@@ -141,7 +141,7 @@ class ModelWatch:
 
 
 class _Scan:
-    """One scan of a model's modules. `foreign`: whether the scan has found foreign code."""
+    """One scan of a model's modules. `foreign` is True if the scan has found foreign code."""
 
     def __init__(self, contents: _Contents) -> None:
         self.foreign = False
@@ -185,7 +185,7 @@ class _Scan:
         return tuple((name, self.frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
 
     def frozen(self, value: Any) -> Hashable:
-        """Return a hashable form of `value` for the key; None for objects that are not compared."""
+        """Return a hashable form of `value` for the key, or None for an object that is not compared."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
@@ -230,13 +230,13 @@ class _Scan:
 
 
 class _Contents:
-    """A cache of tensor contents. A content is read again when the tensor may have changed."""
+    """A cache of tensor contents, which reads a tensor again only if the tensor may have changed."""
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Return the key of a tensor: its content if the tensor is small, else an object that every write replaces."""
+        """Return the key of a tensor: its content if the tensor is small, else an object that is new after every write."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

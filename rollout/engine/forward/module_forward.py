@@ -32,7 +32,7 @@ from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.token_values import TokenValues
 
 VERIFY_TOKENS = 12
-"""The number of tokens that a short verification of a model runs."""
+"""The number of tokens in the short verification of a model."""
 
 
 class ModuleForward:
@@ -42,11 +42,11 @@ class ModuleForward:
         vision: the model's image support, which prepares the inputs of steps with images.
         values: the user's value function, which reads the hidden states of sampled tokens.
         states: the pool of recurrent states.
-        routers: the routers whose chosen experts are recorded in the cache; None: no routes are recorded.
+        routers: the routers whose chosen experts are recorded in the cache. If None, no routes are recorded.
 
     Attributes:
-        library: the C++ kernels; None: the model is not on a CPU, or the kernels cannot be compiled.
-        paged: the Triton kernels; None: the model is not on CUDA, or the kernels do not work.
+        library: the C++ kernels, or None if the model is not on a CPU or the kernels cannot be compiled.
+        paged: the Triton kernels, or None if the model is not on CUDA or the kernels do not work.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ModuleForward:
     ) -> Tensor:
         """Compute logits [len(keep), V] at packed positions `keep`, and advance the recurrent states in slots `states` [R].
 
-        See `ModelRunner.forward`.
+        `ModelRunner.forward` documents the arguments.
         """
         if not self.layout.states:
             return self.batch(ids[None], rows, keep, images=images)[0]
@@ -110,7 +110,7 @@ class ModuleForward:
     ) -> Tensor:
         """Compute logits [B, len(keep), V] for B rows of L token ids each, at columns `keep` of every row.
 
-        If `keep` is empty, the logits are those of the last column, [B, 1, V].
+        If `keep` is empty, the result has the logits of the last column, [B, 1, V].
         """
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
@@ -141,13 +141,13 @@ class ModuleForward:
         """Compute the logits [V] after `tokens` with the model's own attention, without the KV cache, in eval mode."""
         ids = torch.tensor([list(tokens)], device=self.layout.device)
         with in_eval_mode(self.model.modules()), torch.no_grad():
-            # Compute all positions of a short input. Comparing with it also verifies the code behind `logits_to_keep`.
+            # Compute all positions of a short input, so that the comparison also verifies `logits_to_keep`.
             kept = {} if len(tokens) <= VERIFY_TOKENS else {"logits_to_keep": ids.new_tensor([len(tokens) - 1])}
             logits: Tensor = self.model(input_ids=ids, use_cache=False, **kept).logits[0, -1]
         return logits
 
     def release(self) -> None:
-        """Release buffers that the next step allocates again."""
+        """Free buffers, which the next step allocates again."""
         if self.paged is not None:
             self.paged.clear()
 

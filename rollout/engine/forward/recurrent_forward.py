@@ -1,4 +1,4 @@
-"""Splits a step of a model with recurrent states into batches.
+"""The split of a step into batches, for models with recurrent states.
 
 Recurrent layers need one row per sequence, so the packed positions of a step are split into batches [B, L]. All decodes form
 one batch, and so do all prefill chunks of equal length.
@@ -38,7 +38,7 @@ class LengthGroup:
 
 
 def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:
-    """Yield the sequences of a step in groups with equally many positions.
+    """Group the sequences of a step by their number of positions, and yield the groups.
 
     Args:
         rows: the packed rows of the step.

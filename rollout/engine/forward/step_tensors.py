@@ -1,4 +1,4 @@
-"""Tensors of a scheduled step: builds the inputs of the forward pass, and samples tokens and log-probs from the logits."""
+"""Functions that build the tensors of a step's forward pass, and sample tokens and log-probs from its logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout.engine.scheduling.step import ScheduledStep, StepTokens
 from rollout.requests.token_columns import KeptTokens, packed_sets
 
 PROMPT_LOGPROB_ROWS = 256
-"""The number of prompt positions per log-softmax over the vocabulary, which limits the memory that it takes."""
+"""The number of prompt positions in one log-softmax over the vocabulary, which limits the memory for its result."""
 
 
 def pack(step: ScheduledStep, table: SequenceTable) -> tuple[NDArray[np.int64], PagedRows]:
@@ -45,7 +45,7 @@ def sample_step(
     *,
     exact: bool,
 ) -> StepTokens:
-    """Draw one token for each of the R sampled rows of a step, from logits [R, V]."""
+    """Draw one token for each of the R sampled rows of a step, from logits [R, V]. `values` is copied to the result."""
     rows = step.sampled_rows
     params = sampling.select(rows)
     length = table.length[rows]
@@ -102,8 +102,8 @@ def take_prompt_logprobs(
         sequence: the sequence, whose prompt is being computed.
         logits: [P, V], the logits at the P positions.
         positions: [P], positions in the sequence.
-        text_ids: replaces image keys by the ids of the placeholder tokens.
-        exact: whether to use torch's own log-softmax.
+        text_ids: function that replaces the image keys in an array of tokens by the ids of the placeholder tokens.
+        exact: whether to use torch's own log-softmax, as exact mode requires.
     """
     targets = upload(text_ids(sequence.tokens[positions + 1]).astype(np.int64), logits.device)
     top = sequence.params.prompt_logprobs or 0

@@ -1,6 +1,6 @@
-"""Trial forward passes without requests: they verify a model, and measure the memory that a full step takes.
+"""Trial forward passes without requests, which verify a model or measure the memory that a full step takes.
 
-All blocks and state slots must be free. The blocks that a trial used contain zeros afterwards.
+All KV blocks and state slots must be free. The blocks that a trial has used contain zeros afterwards.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ FOREIGN_TOKENS = 4096
 
 
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-    """Compare chunked forward passes over the paged KV cache with the model's own forward pass, under equal expert routes.
+    """Compare chunked forward passes over the paged KV cache with the model's own forward pass, with equal expert choices.
 
-    This finds layers that pass state between positions outside of attention. On a GPU it also finds wrong kernels and CUDA
-    graphs, because the last token is a decode step. If CUDA graphs or the fused forward pass give other logits, they are no
-    longer used. If attention or rotary positions are not transformers' own, an error may show only in a long sequence, so a
-    long sequence is compared too.
+    The comparison detects layers that pass state between positions outside of attention. On a GPU it also detects wrong
+    kernels and CUDA graphs, because the last token is a decode step. If the logits of CUDA graphs or of the fused forward
+    pass differ, that faster path is no longer used. If attention or rotary positions are not transformers' own, errors may
+    show only in a long sequence, so a long sequence is compared too.
 
     Args:
-        runner: runs the forward passes.
+        runner: the runner of the forward passes.
         room: maximum number of tokens in a sequence.
-        all_ranks: returns whether a condition is True on all ranks that compute forward passes together. All of these ranks
-            call it at the same time.
+        all_ranks: function that returns whether a condition is True on all ranks that compute forward passes together. All
+            of these ranks call it at the same time.
 
     Raises:
-        UnsupportedModelError: the logits differ, on this rank or on one of these other ranks.
+        UnsupportedModelError: the logits differ, on this rank or on a rank that computes together with it.
     """
     short = min(room, VERIFY_TOKENS)
     _verify(runner, short, [short - short // 2], all_ranks)
@@ -117,7 +117,7 @@ def _verify(
 def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine: Callable[[float], bool]) -> float:
     """Return the largest difference between the logits after `tokens`, in chunks ending at `cuts`, and the model's own.
 
-    The difference is relative to the largest of the model's own logits (at least 1). If it is not `fine` and the model has
+    The difference is relative to the largest of the model's own logits (at least 1). If `fine` rejects it and the model has
     routers, the model's own forward pass is repeated with the chunks' expert choices, because rounding may decide between
     two experts with similar scores. The result then also covers the routers: it is at least `_Replayed.worst`.
     """
@@ -128,7 +128,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     paged = paged_logits(runner, tokens, *cuts, routes=chunks)
     if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    # If the chunks chose different numbers of experts, replay nothing, and let the router choose.
+    # If a router chose different numbers of experts in different chunks, do not replay its choices, and let it choose.
     joined = [
         torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
     ]
@@ -143,8 +143,8 @@ def paged_logits(
     """Compute the logits [V] after `tokens`, in chunks that end at `cuts`. Use the first blocks and the first state slot.
 
     Args:
-        routes: an output list. For each chunk, append a list of the routers' choices in order, each choice [L, k] with k
-            experts for each of the chunk's L tokens. None: routes are not recorded.
+        routes: an output list, to which one list per chunk is appended: the routers' choices in order, each [L, k] with k
+            experts for each of the chunk's L tokens. If None, choices are not recorded.
     """
     size = runner.table.block_size
     blocks = np.arange(-(-len(tokens) // size), dtype=np.int64)
@@ -178,7 +178,7 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 
 @contextmanager
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
-    """Open a block in which the routers' choices are appended to `chosen`. A router's choice is a call of `topk`."""
+    """Open a block in which the routers' choices, which are the results of `topk` calls, are appended to `chosen`."""
     fused = runner.fused if runner.why_not_fused() is None else None
 
     def keep(scores: Tensor, live: Tensor) -> None:
@@ -198,15 +198,15 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
 
 
 class _Replayed(Topk):
-    """Replaces the routers' choices in one forward pass by given choices.
+    """A context manager that replaces the routers' choices in one forward pass by given choices.
 
     Args:
-        given: the experts [rows, k] of each choice, in order. None, or another shape: the router's own choice is used.
+        given: the experts [rows, k] of each choice, in order. If a choice is None or of another shape, the router chooses.
 
     Attributes:
-        worst: how far the given choices are from what rounding can explain. For each row, take the lowest score among the
-            router's own choices, minus the lowest score among the given choices, relative to the row's largest score; this
-            is the maximum over all rows.
+        worst: the largest gap of any row, which is large only if more than rounding decided between experts. A row's gap is
+            the lowest score of the router's own experts minus the lowest score of the given experts, relative to the row's
+            largest score.
     """
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
@@ -232,10 +232,10 @@ class _Replayed(Topk):
 def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int:
     """Return the device bytes that a step takes in addition to weights and KV pool, measured by `run_prefill`; 0 on a CPU.
 
-    If the device has no memory for `tokens` tokens, measure with fewer tokens.
+    If the device lacks the memory for `tokens` tokens, measure with fewer tokens.
 
     Args:
-        runner: runs the forward pass.
+        runner: the runner of the forward pass.
         tokens: number of tokens in the step.
         longest: maximum length of a sequence, in tokens.
         rows: number of rows of logits that the step computes.
@@ -268,7 +268,7 @@ def bytes_to_come(runner: ModelRunner) -> int:
 def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> None:
     """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest` tokens.
 
-    Compute logits and log-probs for `rows` of them.
+    Compute logits and log-probs for the first `rows` of these tokens.
     """
     size = runner.table.block_size
     width = -(-min(tokens, longest) // size)

@@ -1,1 +1,1 @@
-"""The fused CPU forward pass: model families, parameter addresses, checks."""
+"""The fused CPU forward pass, with its model families, parameter addresses and checks."""

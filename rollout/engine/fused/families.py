@@ -30,10 +30,10 @@ class Names:
     final_norm: str = "norm"
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """The modules of the query, key and value projections. A single name: one module computes all three, in this order."""
+    """The modules of the query, key and value projections, or one module that computes all three in this order."""
     output: str = "o_proj"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """The modules of the gate and up projections. A single name: one module computes both, or there is no gate."""
+    """The modules of the gate and up projections, or one module that computes both, or up alone if there is no gate."""
     down: str = "down_proj"
     activation: str = "act_fn"
 
@@ -48,17 +48,17 @@ class Family:
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm", None, "post_attention_layernorm", None,
     )  # fmt: skip
-    """The norms before and after attention, and before and after the MLP; None: no such norm.
+    """The norms before and after attention, and before and after the MLP, or None for a norm that the family lacks.
 
-    The residual is added after the second and after the fourth.
+    The residual connections join after the second and after the fourth norm.
     """
     norm: NormKind = NormKind.RMS
     query_norm: Literal["none", "head", "whole"] = "none"
-    """How queries and keys are normalised: `head`, each head by itself; `whole`, all heads together."""
+    """The normalisation of queries and keys: none, each head by itself (`head`), or all heads together (`whole`)."""
     gated_attention: bool = False
     """Whether the query projection also computes, for each head, a gate that multiplies the head's output."""
     delta: Literal["none", "split", "interleaved"] = "none"
-    """How layers with a gated delta rule instead of attention pack their projections; `none`: no such layers."""
+    """The packing of projections in layers with a gated delta rule instead of attention; `none` without such layers."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False
@@ -66,18 +66,18 @@ class Family:
     shared_expert: bool = False
     """Whether a mixture of experts also has a gated expert that processes every position."""
     shares_wide: bool = False
-    """Whether the router's weights of the chosen experts stay float32."""
+    """Whether the router's weights for the chosen experts stay in float32."""
     rotary: RotaryKind | None = RotaryKind.HALVES
-    """The kind of rotary embedding; None: learned position embeddings."""
+    """The kind of rotary embedding, or None for learned position embeddings."""
     rotary_by_type: bool = False
     """Whether each layer type has its own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """The object that holds a layer's `sliding_window`: its configuration or its attention module; `none`: no windows."""
+    """The object with a layer's `sliding_window`: its configuration or its attention module; `none` without windows."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())
-    """The names of the dropout modules in the decoder, a layer, the attention and the MLP; inactive during sampling."""
+    """The names of the dropout modules in the decoder, a layer, the attention and the MLP. Sampling disables them."""
     exact: bool = False
     """Whether exact mode can compute the training forward pass of this family."""
 

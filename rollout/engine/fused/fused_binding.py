@@ -1,4 +1,4 @@
-"""Collects parameter addresses for the fused forward pass, after checking that the model computes what its family does."""
+"""The parameter addresses for the fused forward pass, and the checks that a model computes the same as its family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Bound:
 
     Args:
         exact: whether to reject models for which exact mode has no training forward pass.
-        states: pool of recurrent states; None: the model has no recurrent layers, or they are not supported.
+        states: pool of recurrent states, or None if the model has no recurrent layers or they are not supported.
 
     Attributes:
         causal_lm: the model, without PEFT's wrappers.
@@ -34,7 +34,7 @@ class Bound:
         mixtures: the mixtures of experts, in layer order.
 
     Raises:
-        Unfusable, AttributeError: the C++ forward pass cannot compute this model; the message gives the reason.
+        Unfusable, AttributeError: the C++ forward pass cannot compute this model. The message gives the reason.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Bound:
         return family
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Return the addresses and sizes of the pools, which determine the address of every layer's part."""
+        """Return the addresses and sizes of both pools, which determine the address of every layer's part of a pool."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
         if self._states is None:
             return found
@@ -286,7 +286,7 @@ class Bound:
 
 
 def _delta_width(layer: Layer) -> int:
-    """Return the number of outputs per position of a layer's gated delta rule projections; 0: the layer has none."""
+    """Return the number of outputs per position of a layer's gated delta rule projections, or 0 without such a rule."""
     delta: DeltaNet = layer.delta
     keys, values = int(delta.key_heads * delta.key_dim), int(delta.value_heads * (delta.value_dim + 1))
     return 2 * (keys + values)

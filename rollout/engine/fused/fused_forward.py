@@ -1,9 +1,9 @@
-"""Runs a decoder's forward pass in C++ on a CPU, with the module's own parameters.
+"""A decoder's forward pass in C++ on a CPU, with the module's own parameters.
 
 The model must be one of `families.FAMILIES`, with layers of transformers' own classes and a single dtype. It must have no
 hooks, replaced `forward` or quantised layers. PEFT's LoRA layers are supported, and FSDP2's classes while the weights are
-gathered. All of this is checked again whenever the trainer may have modified the module. Parameters are never copied, so
-the next step uses updated weights.
+gathered. All of this is checked again whenever the trainer may have modified the module. Parameters are never copied, so a
+step always uses the current weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class FusedForward:
     Args:
         cache: the KV cache, read and written by every step.
         library: the C++ library; see `cpu_library.load`.
-        exact: see `Bound`.
-        states: see `Bound`.
+        exact, states: see `Bound`.
     """
 
     def __init__(
@@ -63,9 +62,9 @@ class FusedForward:
         self._module_epoch = -1
         self._why = self._given_up = ""
         self.record: Record | None = None
-        """A function that receives each router's choices in every forward pass; None: choices are not recorded."""
+        """A function that receives each router's choices in every forward pass. If None, they are not recorded."""
         self.values = TokenValues(model, None)
-        """The user's function of hidden states, and the hidden states to pass to it."""
+        """The user's value function, with the hidden states to pass to that function."""
 
     def ready(self, module_epoch: int) -> bool:
         """Return whether `run` can compute the model in its current state. For `module_epoch`, see `Installation`."""
@@ -76,11 +75,11 @@ class FusedForward:
 
     @property
     def why_not(self) -> str:
-        """The reason why `ready` returned False; empty if there is none."""
+        """The reason why `ready` returned False, or an empty string if it returned True."""
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:
-        """Run no further steps, for the reason `why`."""
+        """Stop using this forward pass for good, for the reason `why`, and log a warning."""
         self._given_up = why
         _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 
@@ -91,8 +90,9 @@ class FusedForward:
 
         Args:
             ids: token ids, [P].
+            rows: the sequences, with their positions and block tables.
             keep: indices of the packed positions to compute logits for.
-            states: state slot of each sequence, [R]; None: the model has no recurrent layers.
+            states: state slot of each sequence, [R], or None if the model has no recurrent layers.
 
         Returns:
             Logits [len(keep), vocabulary size], valid until the next call.
@@ -126,19 +126,19 @@ class FusedForward:
         steps: int,
         asked: ctypes.c_int32,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Run several decode steps in one C++ call; each step takes the tokens that the previous one has drawn.
+        """Run several decode steps in one C++ call. The input of each step is the tokens that the previous step drew.
 
         No further step starts once a row has drawn a stop token or has no finite logit.
 
         Args:
-            ids: token ids of the first step, [R]; may be overwritten, as may `rows` and `counters`.
+            ids: token ids of the first step, [R]. The call may overwrite `ids`, `rows` and `counters`.
             rows: one position per row, with block tables that have room for all steps.
             states: state slot of each row, [R]; not read if the model has no recurrent layers.
             params: sampling parameters of the R rows, which must be `plain`.
             counters: positions in the rows' random streams, [R].
-            stop_ids: token ids that end each row, padded with negative numbers, [R, maximum per row].
+            stop_ids: token ids that finish each row, padded with negative numbers, [R, maximum per row].
             steps: maximum number of steps.
-            asked: a stop flag that another thread may set at any time; no further step starts once it is not 0.
+            asked: a stop flag that another thread may set at any time. No further step starts once it is not 0.
 
         Returns:
             Tokens and log-probs [R, M] of the M steps that ran. The log-prob is NaN if a row had no finite logit.
@@ -176,7 +176,7 @@ class FusedForward:
         states: NDArray[np.int32] | None,
         steps: int = 1,
     ) -> tuple[Step, tuple[NDArray[np.int64], ...]]:
-        """Return the C++ struct that describes `steps` steps, and the arrays that it points to, which must be kept alive."""
+        """Return the C++ struct for `steps` steps, and the arrays to which it points and which must be kept alive."""
         bound.reach(int(rows.positions.max()) + steps)
         kept = len(keep)
         need = self._library.rollout_workspace_bytes(
@@ -196,7 +196,7 @@ class FusedForward:
         ), (slots, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
-        """Allocate a tensor [steps, kept positions, hidden size] for the inputs of the LM head; empty if not needed."""
+        """Allocate a tensor [steps, kept positions, hidden size] for the inputs of the LM head, empty if not needed."""
         hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
         step.hidden = hidden.data_ptr() if self.values.wanted else None
         return hidden

@@ -1,4 +1,4 @@
-"""Verifies the parts of decoder layers for the fused forward pass, and reads their addresses and options.
+"""A reader that verifies the parts of decoder layers for the fused forward pass, and reads their addresses and options.
 
 Rotary tables must be bit-identical wherever they are used. A vectorised cosine may round an element of a short tensor
 differently from the same element of a long tensor. Tables are therefore computed on the CPU in parts of a fixed size, and
@@ -25,7 +25,7 @@ _SPLIT, _INTERLEAVED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (
 
 
 class Parts:
-    """Reads the parts of one model. The methods raise `Unfusable` or `AttributeError` for a part that C++ cannot compute.
+    """The reader of one model's parts. Its methods raise `Unfusable` or `AttributeError` if C++ cannot compute a part.
 
     Args:
         dtype: dtype of all parameters except those of adapters.
@@ -34,7 +34,7 @@ class Parts:
     Attributes:
         epsilons: the epsilons of all norms read so far.
         activations: the activation functions of all MLPs read so far.
-        ranks: the ranks of all adapters read so far, after a 0.
+        ranks: a 0, followed by the ranks of all adapters read so far.
     """
 
     def __init__(self, checks: Checks, family: Family, dtype: torch.dtype, *, exact: bool) -> None:
@@ -83,15 +83,15 @@ class Parts:
             self._checks.plain(dropout)
 
     def linears(self, parent: Any, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
-        """Read projections with these numbers of outputs, each from its own module, or all from one that packs them."""
+        """Read projections with `sizes` outputs, each from its own module, or all from one module that packs them."""
         if len(names) == 1:
             return self.linear(getattr(parent, names[0]), *sizes)
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """Read the projections with `sizes` outputs that a module packs; without `sizes`, the module is one projection.
+        """Read the projections with `sizes` outputs that one module packs. Without `sizes`, it is a single projection.
 
-        With `lora=False`, an active adapter raises `Unfusable`.
+        If `lora` is False, an active adapter raises `Unfusable`.
         """
         base = base_of(module)
         adapter = Adapter() if base is module else self._adapter(module, lora=lora)
@@ -115,7 +115,7 @@ class Parts:
         return found
 
     def _adapter(self, module: Any, *, lora: bool) -> Adapter:
-        """Read the active adapter of a LoRA layer; an empty `Adapter` if none is active."""
+        """Read the active adapter of a LoRA layer, or return an empty `Adapter` if no adapter is active."""
         self._checks.unhooked(module)
         require(not module.merged, "LoRA is merged into a projection")
         active = active_adapters(module)
@@ -154,7 +154,7 @@ class Parts:
         self._require_known_experts(experts)
         count = router.num_experts
         require(experts.num_experts == count == len(experts.down_proj), "a layer leaves out some of its experts")
-        # Default to True: routers without this option always normalise.
+        # Default to True, because routers without this option always normalise the chosen experts' weights.
         normalised = getattr(router, "norm_topk_prob", True)
         return Experts(
             address(router, "weight", self.dtype), address(experts, "gate_up_proj", self.dtype),
@@ -246,12 +246,12 @@ def is_conv(module: Any) -> bool:
 
 
 PART = 64
-"""The number of positions per call of the rotary embedding: few enough that torch computes them on one thread."""
+"""The number of positions per call of the rotary embedding, small enough that torch computes them on one thread."""
 
 
 class _Tables(NamedTuple):
     frequencies: Tensor
-    """A copy of the frequencies that the tables were computed from."""
+    """A copy of the frequencies from which the tables were computed."""
     key: tuple[float, torch.dtype]
     """The scaling factor and the requested dtype that the tables were computed with."""
     cosines: Tensor
@@ -269,7 +269,7 @@ def rotary_tables(rotary: Any, dtype: torch.dtype, length: int, layer_type: str 
     Args:
         rotary: the module that computes the rotary embedding.
         dtype: dtype of the hidden states, and of the tables unless the module keeps them in float32.
-        layer_type: type of the layers that use the tables; None: all layers use the same tables.
+        layer_type: type of the layers that use the tables. If None, all layers use the same tables.
     """
     prefix = "" if layer_type is None else f"{layer_type}_"
     frequencies, scaling = getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")

@@ -1,6 +1,6 @@
-"""KV pool, pool of recurrent states, block allocator and scheduler of one engine.
+"""The KV pool, the pool of recurrent states, the block allocator and the scheduler of one engine.
 
-Always true: after a suspend or a resume, block tables and state slots match the memory of both pools.
+Always true: after a suspend or a resume, block tables and state slots match the contents of the two pools.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rollout.state import KVCacheManagementMode
 _log = logging.getLogger(__name__)
 KEPT_NOTHING, KEPT_HELD, KEPT_ALL = range(3)
 SHRINK_BY = 8
-"""The divisor for shrinking the pool: a step that runs out of memory takes 1/8 of the blocks from the pool."""
+"""The divisor for shrinking the KV pool: after a step ran out of memory, the pool loses 1/8 of its blocks."""
 PRECISION = 32
-"""The divisor for fitting the pool: if the pool does not fit, a pool that is 1/32 smaller is tried."""
+"""The divisor for fitting the KV pool: if a pool does not fit, the next attempt is 1/32 smaller."""
 
 
 @dataclass(frozen=True)
 class MemoryMove:
-    """The result of one suspend or resume."""
+    """The result of one suspend or resume: what was copied, dropped and restored."""
 
     bytes_copied: int = 0
     tokens_given_up: int = 0
@@ -48,29 +48,28 @@ class MemoryMove:
     requests_given_up: int = 0
     """The number of requests whose KV was dropped because it no longer fits."""
     shrunk_by_blocks: int = 0
-    """The configured pool size minus the current pool size, in blocks."""
+    """The configured size of the KV pool minus its current size, in blocks."""
     blocks_restored: int = 0
     """The number of blocks whose KV was copied back to the device."""
     offload_failed: bool = False
-    """Whether there was no memory to offload the KV to, so that the KV will be recomputed."""
+    """Whether memory for offloading the KV was lacking, so that the KV will be recomputed."""
 
 
 class DynamicInferenceContext:
     """The KV cache, state pool, block allocator and scheduler, which suspend and resume together.
 
     Args:
-        spare: returns the number of device bytes that a forward pass could still allocate.
+        spare: function that returns the number of device bytes that a forward pass could still allocate.
 
     Attributes:
         states: the pool of recurrent states; it has no slots if the model has no recurrent layers.
         num_blocks: the configured size of the KV pool, in blocks; `cache.num_blocks` is the current size.
         headroom: the number of device bytes that the pool leaves free for a step.
-        to_come: returns the number of bytes that CUDA graphs will take. These bytes are also left free, unless the pool
-            would shrink to half of its blocks or less.
-        may_shrink: whether `resume` may make the pool smaller. False in a tensor-parallel group, whose pools must have
-            equal size.
-        kept: the least that a suspend has kept since the caller last set this: `KEPT_ALL`, `KEPT_HELD` (blocks held by
-            requests) or `KEPT_NOTHING`.
+        to_come: function that returns the number of bytes that CUDA graphs will take. These bytes are also left free, unless
+            the pool would shrink to half of its configured size or less.
+        may_shrink: whether `resume` may make the pool smaller. False in a tensor-parallel group, where all sizes are equal.
+        kept: what every suspend since the caller last set this attribute has kept of the KV cache: `KEPT_ALL`, `KEPT_HELD`
+            (only blocks that requests hold) or `KEPT_NOTHING`.
     """
 
     def __init__(
@@ -100,24 +99,21 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """The pages in use on the first rank of a tensor-parallel group, with and without pages that are only cached.
-
-        None: use this rank's own allocator.
-        """
+        """The arguments of the last `follow_blocks`. If None, this rank's own allocator tells which pages to copy."""
         self.may_shrink = True
         self.kept = KEPT_ALL
 
     def follow_blocks(self, live: NDArray[np.int32], held: NDArray[np.int32]) -> None:
-        """Set the pages that suspend and resume must copy, as the first rank of the tensor-parallel group reports them.
+        """Set the pages that suspend and resume copy, as the first rank of a tensor-parallel group reports them.
 
         Args:
-            live: ids of the pages with content.
+            live: ids of the pages in use, including pages that are only cached.
             held: ids of the pages that a request holds.
         """
         self._followed = live, held
 
     def blocks_in_use(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the arguments with which the other members of the group call `follow_blocks`."""
+        """Return the arguments with which the other ranks of the tensor-parallel group must call `follow_blocks`."""
         return self.allocator.pages.live(), self.allocator.held_memory()
 
     def _live_memory(self, keep_prefix_cache: bool = True) -> NDArray[np.int32]:
@@ -132,9 +128,9 @@ class DynamicInferenceContext:
         return len(self._live_memory())
 
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """Keep, offload or drop the KV cache according to `mode`. If this method raises, nothing has changed.
+        """Keep, offload or drop the KV cache according to `mode`.
 
-        If there is no memory to offload to, the KV is dropped, and recomputed after `resume`.
+        If memory for offloading is lacking, the KV is dropped, and is recomputed after `resume`.
         """
         given_up = copied = 0
         offload_failed = False
@@ -164,7 +160,7 @@ class DynamicInferenceContext:
         """Restore KV cache and states on the device. If memory is short, shrink the pool and requeue the youngest requests.
 
         Raises:
-            EngineStateError: there is no room even for the largest unfinished request; nothing has changed.
+            EngineStateError: there is no room even for the largest unfinished request. The engine is still suspended.
         """
         if self._mode is KVCacheManagementMode.PERSIST:
             self._mode = None
@@ -184,8 +180,8 @@ class DynamicInferenceContext:
             except RuntimeError as exc:
                 if not lacks_device_memory(exc):
                     raise
-                # Drop everything: a partly restored cache cannot be used. The requests start again from their
-                # checkpoints.
+                # Drop everything, because a partly restored cache cannot be used. The requests keep their tokens and are
+                # prefilled again.
                 given_up += self.scheduler.preemption.checkpoint_all(exc)
                 self.cache.discard_saved()
                 self.states.discard_saved()
@@ -195,7 +191,7 @@ class DynamicInferenceContext:
         return MemoryMove(copied, given_up, lost, self.num_blocks - self.cache.num_blocks, blocks)
 
     def drop(self) -> None:
-        """Free the device memory of both pools; their content is lost."""
+        """Free the device memory of both pools, whose content is lost."""
         self.cache.drop()
         self.states.drop()
 
@@ -203,13 +199,13 @@ class DynamicInferenceContext:
         """Make the pool smaller after a step ran out of device memory. The KV of every request is recomputed.
 
         Args:
-            why: the error, recorded in the requests' events; None: no event is recorded.
+            why: the out-of-memory error, which is recorded in the requests' events. If None, no event is recorded.
 
         Returns:
-            Whether the pool is now smaller. False: the largest unfinished request needs the whole pool; nothing has changed.
+            Whether the pool is now smaller. If the largest unfinished request needs the whole pool, nothing changes.
 
         Raises:
-            EngineStateError: the smaller pool did not fit either, because other code took the memory.
+            EngineStateError: the smaller pool did not fit either, because other code has taken the memory.
         """
         before, least = self.cache.num_blocks, self._least()
         size = max(least, before - max(1, before // SHRINK_BY))
@@ -224,7 +220,7 @@ class DynamicInferenceContext:
         return True
 
     def keep_free(self, headroom: int) -> None:
-        """Leave `headroom` device bytes free for the forward pass, now and at every resume. Call it before any request."""
+        """Leave `headroom` device bytes free for forward passes, now and at every resume. Call it before any request."""
         self.headroom = headroom
         if self._spare() < headroom + self.to_come():
             self.allocator.drop_cached()
@@ -250,7 +246,7 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Return the number of blocks that the largest unfinished request needs; all blocks if the pool must not shrink."""
+        """Return the number of blocks that the largest unfinished request needs, or all if the pool must not shrink."""
         if not self.may_shrink:
             return self.num_blocks
         needed = [
@@ -275,12 +271,12 @@ class DynamicInferenceContext:
             size = max(least, size - max(1, size // PRECISION))
 
     def _take(self, size: int, least: int) -> torch.OutOfMemoryError | None:
-        """Allocate a pool of `size` blocks. Return the error if it does not fit, or leaves too little for a forward pass."""
+        """Allocate a pool of `size` blocks. Return an error if it does not fit or leaves too little for forward passes."""
         try:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # Leave room for graphs and copies only while the pool keeps at least half of its blocks: they only add speed.
+        # Leave room for CUDA graphs only if the pool keeps more than half of its blocks: graphs only make steps faster.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None
@@ -300,12 +296,12 @@ class DynamicInferenceContext:
 
 
 def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: torch.device) -> int:
-    """Return the number of slots in the state pool: two per running sequence, one for its state and one for a snapshot.
+    """Return the number of slots in the pool of recurrent states: by default two per running sequence.
 
-    The slots take at most half of the KV memory budget.
+    One holds the sequence's state and one a snapshot for the prefix cache. All take at most half of the KV memory budget.
 
     Raises:
-        ConfigError: half of the memory budget does not hold a single slot.
+        ConfigError: half of the memory budget is too small for a single slot.
     """
     if config.advanced.state_slots is not None:
         return config.advanced.state_slots
@@ -333,11 +329,13 @@ def pool_size(
     """Return the number of blocks in the KV pool, computed from the configuration and the free memory.
 
     Args:
-        routes: shape of the expert routes that every block holds next to keys and values; None: no routes are recorded.
+        layout: the model's layers, which determine the bytes per block.
+        max_sequence_length: maximum length of a sequence, in tokens.
+        routes: shape of the expert routes that every block holds next to keys and values, or None if none are recorded.
         state_bytes: number of bytes of the memory budget that the recurrent states take.
 
     Raises:
-        ConfigError: the memory budget does not hold a single block.
+        ConfigError: the memory budget is too small for a single block.
     """
     size = config.advanced.block_size_tokens
     if config.kv_cache_blocks is not None:
@@ -348,7 +346,7 @@ def pool_size(
     if routes is not None:
         block_bytes += routes.block_bytes(size, layout.kv_dtype)
     budget = _budget(config, layout.device) - state_bytes
-    # Use as many blocks as useful if there are no attention layers: such blocks hold nothing and only count tokens.
+    # Without attention layers, allow the largest useful number of blocks: they take no memory and only count tokens.
     blocks = min(int(budget // block_bytes), useful) if block_bytes else useful
     if blocks < 1:
         raise ConfigError(
@@ -366,7 +364,7 @@ def _budget(config: InferenceConfig, device: torch.device) -> float:
 
 
 def spare_bytes(device: torch.device) -> float:
-    """Return the bytes that tensors on a CUDA device can still use, torch's cache included; infinite on other devices."""
+    """Return the free bytes of a CUDA device, including unused memory in torch's cache; infinity for other devices."""
     return _free_bytes(device) if device.type == "cuda" else math.inf
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class EngineControl:
-    """The control calls of one engine: lifecycle, announced weight updates, LoRA adapters and the prefix cache."""
+    """The control methods of one engine, for lifecycle, announced weight updates, LoRA adapters and prefix cache."""
 
     _config: InferenceConfig
     _lifecycle: Lifecycle
@@ -50,7 +50,7 @@ class EngineControl:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """Open a block in which the caller changes the model's active adapters; no step runs inside. `what` is ignored."""
+        """Open a block in which the caller may change the model's active adapters, while no step runs. Ignore `what`."""
         with self._lifecycle.locked():
             try:
                 yield
@@ -59,7 +59,7 @@ class EngineControl:
         self._lifecycle.moved()
 
     def pause(self) -> None:
-        """Stop stepping after the current step. Requests keep their KV and wait."""
+        """Stop stepping after the current step. Unfinished requests keep their KV and wait."""
         self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
@@ -70,19 +70,18 @@ class EngineControl:
         """Keep, offload or drop the KV cache on the device, according to `mode`.
 
         Args:
-            mode: the KV cache mode; None: the configured mode.
-            keep_prefix_cache: whether to also keep cached blocks that no request holds. They are useless once the weights
-                change.
+            mode: the KV cache mode. If None, the mode in the configuration applies.
+            keep_prefix_cache: whether to also keep cached blocks that no request holds (useless once the weights change).
 
         Raises:
-            ConfigError: `mode` is not a mode.
+            ConfigError: `mode` is not the name of a KV cache mode.
             EngineStateError: the engine is not PAUSED.
         """
         chosen = KVCacheManagementMode.parse(mode) or self._config.kv_cache_management_mode
 
         def act() -> MemoryMove:
             if chosen is not KVCacheManagementMode.PERSIST:
-                # Wait for all device work: steps may have run on a stream other than the caller's.
+                # Wait for all device work, because steps may have run on a CUDA stream other than the caller's.
                 self._controller.runner.order.settle()
                 self._controller.runner.release_workspace()
             return self._context.suspend(chosen, keep_prefix_cache=keep_prefix_cache)
@@ -90,7 +89,7 @@ class EngineControl:
         return self._signal(ControlSignal.SUSPEND, act) or MemoryMove()
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache on the device and wait for the copies. The engine is PAUSED afterwards."""
+        """Restore the KV cache on the device, and wait until it is copied. Afterwards the engine is PAUSED."""
 
         def act() -> MemoryMove:
             move = self._context.resume()
@@ -100,7 +99,7 @@ class EngineControl:
         return self._signal(ControlSignal.RESUME, act) or MemoryMove()
 
     def stop(self) -> list[DynamicInferenceRequestRecord]:
-        """Stop the engine and fail every unfinished request. Return all records that were not returned yet."""
+        """Stop the engine and abort every unfinished request. Return all records that were not returned yet."""
 
         def act() -> None:
             for sample in self._context.scheduler.remove(lambda key: True):
@@ -124,10 +123,13 @@ class EngineControl:
         return done
 
     def weights_updated(self, version: int | None = None) -> int:
-        """Announce changed weights, in any state but STOPPED. Set the policy version to `version`; None: add 1.
+        """Announce changed weights, in any state but STOPPED.
 
-        KV of earlier weights is no longer shared, even if `version` is the current version. `staleness_policy` decides what
-        happens to requests that are now beyond `max_staleness`; no error is raised because of them.
+        KV of earlier weights is no longer shared with new requests, even if `version` equals the current version. The
+        configured `staleness_policy` is applied to requests that now exceed `max_staleness`, without raising an error.
+
+        Args:
+            version: the new policy version. If None, the current version plus 1.
 
         Returns:
             The new policy version.
@@ -170,13 +172,13 @@ class EngineControl:
                 self._ledger.counters["requests_requeued"] += self._intake.restart(sample)
 
     def load_weights(self, folder: str | PathLike[str]) -> int:
-        """Load a folder of safetensors files into the module between two steps. Call `weights_updated` afterwards.
+        """Load a folder of safetensors files into the model between two steps. Call `weights_updated` afterwards.
 
         Returns:
             The number of tensors loaded.
 
         Raises:
-            ConfigError: the folder does not fit the model; nothing was changed.
+            ConfigError: the folder's tensors do not fit the model. Nothing was changed.
             EngineStateError: the weights are spread over the ranks.
         """
         with self._lifecycle.locked():
@@ -188,22 +190,22 @@ class EngineControl:
                     "weights_updated() on every rank"
                 )
             loaded = load_weights(self._guard.model, folder)
-            # Invalidate copies of the old weights: a step before the announcement must not mix them with the new
-            # weights.
+            # Invalidate the engine's copies of the old weights. Otherwise a step that runs before the announcement could
+            # combine them with the new weights.
             self._controller.runner.installation.module_epoch += 1
             return loaded
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> int:
         """Load a LoRA adapter from a folder saved by PEFT, for requests with `SamplingParams.adapter=name`.
 
-        The new adapter replaces a loaded adapter of the same name, and running requests continue with the new one. After
+        The new adapter replaces a loaded adapter of the same name, and running requests continue with the new adapter. After
         such a replacement, call `weights_updated`.
 
         Returns:
             The number of layers that the adapter changes.
 
         Raises:
-            ConfigError: the name is malformed, or the adapter does not fit the model; nothing was changed.
+            ConfigError: the name is malformed, or the adapter does not fit the model. Nothing was changed.
             UnsupportedModelError: requests for this model cannot name adapters.
         """
         SamplingParams(adapter=name)
@@ -223,15 +225,15 @@ class EngineControl:
             if why is not None:
                 raise UnsupportedModelError(f"load_adapter() into {type(self._guard.model).__name__}: {why}")
             self._adapters.load(name, folder)
-            # Drop the cached blocks: another adapter may have had this name before.
+            # Drop the cached blocks, which are looked up by adapter name: another adapter may have had this name before.
             self._context.allocator.drop_cached()
             return self._adapters.num_layers(name)
 
     def unload_adapter(self, name: str) -> int:
-        """Unload an adapter and fail the requests that name it. Do nothing if no such adapter is loaded.
+        """Unload an adapter and abort the requests that use it. Do nothing if no adapter of this name is loaded.
 
         Returns:
-            The number of samples that failed.
+            The number of aborted samples.
         """
         with self._lifecycle.locked():
             scheduler = self._context.scheduler
@@ -244,12 +246,12 @@ class EngineControl:
         return len(keys)
 
     def flush_prefix_cache(self) -> int:
-        """Drop every cached block that no request holds, and return the number of dropped blocks."""
+        """Drop every block of the prefix cache that no request holds, and return the number of dropped blocks."""
         with self._lifecycle.lock:
             return self._context.allocator.drop_cached()
 
     def track_prefix_cache(self, changes: CacheChanges) -> list[int]:
-        """Start recording changes of the prefix cache in `changes`. Return the hashes that are currently cached."""
+        """Record further changes of the prefix cache in `changes`. Return the hashes of the currently cached blocks."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
             return list(self._context.allocator.index.current)

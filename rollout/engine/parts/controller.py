@@ -1,4 +1,4 @@
-"""Facade over tokenization, forward pass, sampling and detokenization of one model."""
+"""The part of the engine that tokenizes prompts, checks sampling parameters, and turns tokens into text."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PROCESSOR_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, KeyError)
 
 
 class TextGenerationController:
-    """One model with its tokenizer.
+    """A model together with its tokenizer and its runner.
 
-    `tokenizer` may also be a processor, which contains a tokenizer. None: prompts are token ids and no text is produced.
+    `tokenizer` may be a processor, which contains a tokenizer. If it is None, prompts are token ids and there is no text.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, layout: ModelLayout, runner: ModelRunner) -> None:
@@ -43,7 +43,7 @@ class TextGenerationController:
         _warn_of_other_eos(model, self.tokenizer)
 
     def unpadded(self, prompts: Any, name: str = "prompts", *, single: bool = False) -> Any:
-        """Call `rollout.requests.prompt.unpadded` with this tokenizer and model."""
+        """Call `rollout.requests.prompt.unpadded` with this controller's tokenizer and the model's configs."""
         config = getattr(self.model, "config", None)
         owners = (self.tokenizer, getattr(self.model, "generation_config", None), config)
         return unpadded(prompts, *owners, name=name, single=single)
@@ -101,20 +101,20 @@ class TextGenerationController:
 
     @property
     def takes_images(self) -> bool:
-        """Whether images are supported for the model's family."""
+        """Whether prompts for this model may contain images."""
         return self.runner.vision.family is not None
 
     @property
     def chat_template(self) -> str | None:
-        """The processor's chat template, whose image placeholders the processor expands; None: use the tokenizer's."""
+        """The processor's chat template, whose image placeholders the processor expands, or None if it has no template."""
         template = getattr(self.processor, "chat_template", None)
         return template if isinstance(template, str) else None
 
     def process(self, text: str, images: Sequence[MessageImage]) -> list[int]:
-        """Build the prompt of a text with images. The processor expands the text's placeholder of each image.
+        """Return the `ImagePrompt` for a text with images, in which the processor has expanded each image's placeholder.
 
         Args:
-            text: the text, with one placeholder per image.
+            text: the text, which contains one placeholder per image.
             images: the images, in the order of their placeholders.
 
         Raises:
@@ -139,7 +139,7 @@ class TextGenerationController:
         try:
             inputs = self.processor(text=[text], images=pictures, return_tensors="pt")
         except _PROCESSOR_ERRORS as exc:
-            # Process the images one by one, to find and name the one that raises.
+            # Process the images one by one, so that the error message can name the image that the processor rejects.
             for image, picture in zip(images, pictures, strict=True):
                 try:
                     self.processor.image_processor(images=[picture], return_tensors="pt")
@@ -190,10 +190,10 @@ class TextGenerationController:
             )
 
     def completion_text(self, params: SamplingParams) -> CompletionText | None:
-        """Return a stop-string detector for these parameters; None if they have no stop strings.
+        """Return a detector for the stop strings in `params`, or None if there are no stop strings.
 
         Raises:
-            ConfigError: there are stop strings but no tokenizer.
+            ConfigError: there are stop strings, but there is no tokenizer.
         """
         if not params.stop:
             return None
@@ -201,7 +201,7 @@ class TextGenerationController:
         return CompletionText(tokenizer, params.stop, params.include_stop_str_in_output)
 
     def detokenize(self, tokens: Sequence[int]) -> str | None:
-        """Return the text of completion tokens, leaving out special tokens; None if there is no tokenizer."""
+        """Return the text of completion tokens without special tokens, or None if there is no tokenizer."""
         if self.tokenizer is None:
             return None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -209,7 +209,7 @@ class TextGenerationController:
     def fill_segments(self, request: InferenceRequest) -> None:
         """Fill in a request's `segments`, `generated_segments` and `generated_sequence_lengths`.
 
-        A segment is the piece of text of one token; the joined segments equal `decode` of all tokens.
+        A segment is the piece of text that one token adds. The joined segments equal the decoded text of all tokens.
 
         Raises:
             ConfigError: there is no tokenizer.
@@ -225,7 +225,7 @@ class TextGenerationController:
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
 
     def admit(self, sample: Sample) -> None:
-        """Set a sample's parameters, constraint and adapter for its row of the sequence table."""
+        """Store a sample's sampling parameters, constraint and adapter under the sample's row in the sequence table."""
         request = sample.request
         key = stream_key(int(request.seed or 0), sample.record.sample_index)
         self.runner.sampling.set(sample.row, sample.params, key)

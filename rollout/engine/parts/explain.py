@@ -1,4 +1,4 @@
-"""Explains how one engine runs its model on this machine, and why: layers, forward pass, kernels, KV pool, advice."""
+"""A report on how one engine runs its model on this machine: layers, forward pass, kernels, KV pool and advice."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 LENGTH = 512
-"""The number of tokens that the pool should hold for each of `max_requests` sequences; if it holds fewer, the advice is to
-enlarge it."""
+"""The number of tokens that the KV pool should hold for each of `max_requests` sequences. If the pool holds fewer, the
+report's advice is to enlarge the pool."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
 SEQUENCES, PROMPT, TOKENS = 16, 16, 32
 """The size of the timed decode: number of sequences, tokens per prompt, tokens per completion."""
@@ -42,19 +42,19 @@ _EXACT = "C++ operations whose sums have an order that follows from the place in
 
 @dataclass(frozen=True)
 class Explanation:
-    """A report on how an engine runs its model on this machine. `str()` is a page of text, `as_dict()` plain values."""
+    """A report on how an engine runs its model on this machine: `str()` returns text, `as_dict()` values for JSON."""
 
     fused: bool | None
-    """Whether the fused forward pass runs; None: unknown, because the engine is suspended or its weights are sharded."""
+    """Whether the fused forward pass runs. None means unknown: the engine is suspended, or its weights are sharded."""
     why_not_fused: str
-    """The reason why the fused forward pass does not run; empty if it runs or this is unknown."""
+    """The reason why the fused forward pass does not run, or an empty string if it runs or if `fused` is None."""
     rows: tuple[tuple[str, str], ...]
-    """The lines of the page, each as (title, text), without the advice."""
+    """The lines of the report without the advice, each as (title, text)."""
     advice: tuple[str, ...]
-    """The causes of unnecessary slowness, each with a cure."""
+    """The reasons why sampling is slower than necessary, most of them with a cure."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON: the attributes, with the texts of `rows` in lists by their title."""
+        """Return a dict for JSON with `fused`, `why_not_fused`, `advice`, and the list of texts for each title in `rows`."""
         texts: dict[str, list[str]] = {}
         for title, text in self.rows:
             texts.setdefault(title, []).append(text)
@@ -71,9 +71,10 @@ class Explanation:
 def explain(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, source: WeightSource, length: int
 ) -> Explanation:
-    """Explain how an engine with these parts runs. No step may run during the call.
+    """Explain how an engine with these parts runs. The caller must prevent steps during this call.
 
     Args:
+        source: the source of the engine's weights.
         length: maximum length of a sequence, in tokens.
     """
     unknown = (source.collective and not source.ready) or not runner.cache.on_device
@@ -99,16 +100,16 @@ def decode_trial(
     length: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Decode from random prompts and return the speed as text. The faster of two runs counts, without the prompts' time.
+    """Measure the decode speed for random prompts, without the time of the prompts, and return the speed as text.
 
-    The trial uses up request ids, so nothing else should sample with this engine.
+    The faster of two calls counts. The trial uses up request ids, so nothing else should sample with this engine.
 
     Args:
         generate: the engine's `generate` method.
         scheduler: the engine's scheduler.
         vocabulary: number of token ids.
         length: maximum length of a sequence, in tokens.
-        clock: returns the time in seconds.
+        clock: function that returns the time in seconds.
     """
     count = min(SEQUENCES, scheduler.num_places, _pool_tokens(scheduler) // (2 * (PROMPT + TOKENS)))
     if not count or length <= PROMPT + TOKENS:
@@ -123,8 +124,7 @@ def decode_trial(
             took.append(clock() - start)
         return min(took)
 
-    # Time the longer call first: the first call also pays for lazy initialisation, which the best of two runs then
-    # leaves out.
+    # Time the longer calls first. The very first call includes lazy initialisation, and the minimum of two calls drops it.
     speed = count * TOKENS / max(seconds(1 + TOKENS) - seconds(1), 1e-9)
     return f"decode of {count} sequences of {PROMPT + TOKENS // 2} tokens: {speed:,.0f} tokens/s"
 
@@ -221,7 +221,8 @@ def _layer_kinds(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
     for each in layout.states:
         sizes[each.key.layer] += each.num_bytes
     for index, size in sizes.items():
-        # Take the innermost module with this layer index that is not an attention layer: a layer may have both.
+        # Select the innermost module with this layer index that is not an attention layer. A decoder layer may have both an
+        # attention module and a recurrent module.
         *_, module = (m for m in names if getattr(m, "layer_idx", None) == index and m not in layout.layer_of)
         add(module, f"a recurrent state of {binary_bytes(size)} per sequence")
     return (f"{count} × {described}" for described, count in kinds.items())
@@ -321,7 +322,7 @@ def _ranks_here() -> int:
 
 
 def _load() -> float:
-    """Return the number of runnable processes and threads, averaged over a minute; 0: unknown."""
+    """Return the system's load average over the last minute, or 0 if the system does not report one."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
@@ -329,7 +330,7 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the number of cores that this process may use.
 
     Args:
-        root: folder of the Linux control groups; tests replace it.
+        root: root folder of the Linux control groups. Tests replace it.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with suppress(OSError, ValueError):

@@ -1,12 +1,12 @@
 """Named holds on one engine. The engine is kept at the highest level that any holder requests.
 
-    holds.hold(UPDATE, HoldLevel.SUSPENDED)     the engine is paused and suspended, unless it already is
-    holds.hold(COORDINATOR, HoldLevel.PAUSED)   the engine stays suspended, which is the higher level
-    holds.release(UPDATE)                       the engine resumes but stays paused, as the coordinator still requests
+    holds.hold(UPDATE, HoldLevel.SUSPENDED)     pauses and suspends the engine, unless it is suspended already
+    holds.hold(COORDINATOR, HoldLevel.PAUSED)   changes nothing: SUSPENDED is the higher level
+    holds.release(UPDATE)                       resumes the engine, which stays paused because of the coordinator's hold
 
-Users may also call the engine's own methods, such as `engine.pause()`. If such a call raises the engine above every hold,
-the new level counts as a hold of `DIRECT`, until `engine.unpause()` or a release of `DIRECT`. If it lowers the engine below
-a hold, the lower level lasts until the next change of any hold.
+Users may also call the engine's own methods, such as `engine.pause()`. If such a call moves the engine above the level of
+every hold, the new level becomes a hold named `DIRECT`, until `engine.unpause()` or a release of `DIRECT`. If the call moves
+the engine below the level of a hold, the lower level lasts until the next change of any hold.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class HoldLevel(IntEnum):
 
     RUNNING = 0
     PAUSED = 1
-    """The engine makes no steps; the KV cache stays."""
+    """The engine makes no steps. The KV cache stays in device memory."""
     SUSPENDED = 2
-    """The engine makes no steps; the KV cache is kept, offloaded or dropped according to the mode."""
+    """The engine makes no steps. The KV cache is kept, offloaded or dropped according to the KV cache mode."""
 
 
 COORDINATOR = "coordinator"
-"""The holder name of the job's coordinator, which holds by a control call."""
+"""The holder name of the job's coordinator, which holds the engine through control calls."""
 UPDATE = "weight update"
-"""The holder name of a weight update. The optimizer hook or `suspended()` holds until the new weights are announced, or
-until the next `generate`."""
+"""The holder name of a weight update. The optimizer hook or `suspended()` places the hold, which lasts until the new weights
+are announced or until the next `generate`."""
 BLOCK = "suspended()"
 """The holder name of an open `with suspended():` block."""
 PAUSE = "pause()"
@@ -43,7 +43,7 @@ PAUSE = "pause()"
 SUSPEND = "suspend()"
 """The holder name of `RolloutManager.suspend`."""
 DIRECT = "engine"
-"""The holder name of direct calls of the engine's own methods."""
+"""The holder name that stands for direct calls of the engine's own methods."""
 
 _LEVELS = {
     EngineState.RUNNING: HoldLevel.RUNNING,
@@ -65,7 +65,7 @@ class HeldEngine(Protocol):
 
 
 class Holds:
-    """The levels that named holders request of one engine. Every change moves the engine to the highest level.
+    """The levels at which named holders hold one engine. Every change moves the engine to the highest level.
 
     Any thread may call any method. Methods that move the engine wait until its current step has finished.
     """
@@ -79,7 +79,7 @@ class Holds:
         return holder in self._asked
 
     def level(self, holder: str) -> HoldLevel:
-        """Return the level that a holder requests. For `DIRECT`, derive it from the engine's state between steps."""
+        """Return the level that a holder requests. For `DIRECT`, derive the level from the engine's current state."""
         if holder == DIRECT:
             with self._engine.locked():
                 self._note_direct()
@@ -99,28 +99,29 @@ class Holds:
         """Replace the level that `holder` requests by `level`, and move the engine to the highest level requested.
 
         Args:
-            mode, keep_prefix_cache: see `EngineControl.suspend`; used if this call suspends the engine.
+            holder: name of the holder, such as `COORDINATOR`.
+            level: the level that the holder requests from now on.
+            mode, keep_prefix_cache: see `EngineControl.suspend`. They apply only if this call suspends the engine.
 
         Returns:
-            The result of the suspend or resume that the engine made, if any.
+            The result of the suspend or resume, empty if the engine did neither.
 
         Raises:
-            ConfigError: `mode` is not a mode.
+            ConfigError: `mode` is not the name of a KV cache mode.
             EngineStateError, EngineDeadError: the engine is stopped.
-            Exception: suspending or resuming failed. After any error the holder's earlier request is in force again.
+            Exception: suspending or resuming failed. After any error, all holds are as they were before this call.
         """
         return self._change({holder: level}, mode, keep_prefix_cache)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release the holds of the given holders; names without a hold are ignored. Return and raise like `hold`."""
+        """Release the holds of these holders, and ignore names without a hold. Return and raise the same as `hold`."""
         return self._change(dict.fromkeys(holders, HoldLevel.RUNNING), None, True)
 
     @contextmanager
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
         """Open a block in which `holder` requests `level`.
 
-        Blocks of one holder may nest or overlap; the last one to end releases the hold. On a stopped engine the block has no
-        effect.
+        Blocks of one holder may nest or overlap. The end of the last one releases the hold. A stopped engine is left alone.
         """
         with self._engine.locked():
             if self._engine.state is not EngineState.STOPPED:

@@ -1,4 +1,4 @@
-"""Read access to an engine's state: unfinished samples and their progress, counters, gauges, and why nothing can run."""
+"""Read access to an engine's state: unfinished samples with their progress, counters, gauges and explanations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout.state import EngineState
 
 _HOLD_LEVELS = dict.fromkeys(EngineState, 1) | {EngineState.RUNNING: 0, EngineState.SUSPENDED: 2}
 _SHOWN = 4
-"""The number of oldest samples that a report of the state lists."""
+"""The number of samples, oldest first, that `describe` lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Inspection:
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raise `EngineStateError` if no unfinished sample can run: all wait for inactive adapters, or are in no queue."""
+        """Raise `EngineStateError` if there are unfinished samples and none can run, as all wait for inactive adapters."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}
@@ -77,7 +77,7 @@ class Inspection:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain how the engine runs this model on this machine, and why. Wait for the current step. `print` the result."""
+        """Explain how the engine runs this model on this machine, after the current step. `print` shows the result."""
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._context.scheduler, self._config, self._guard.source,
@@ -110,7 +110,7 @@ class Inspection:
         """Return copies of the records of all unfinished samples, in scheduling order.
 
         Raises:
-            EngineStateError: some samples wait for inactive adapters, which a record cannot express.
+            EngineStateError: some samples wait for inactive adapters, which a record does not store.
         """
         with self._lifecycle.lock:
             scheduler, variant = self._context.scheduler, self._watch.variant()
@@ -129,15 +129,15 @@ class Inspection:
             return records
 
     def progress(self, known: Mapping[tuple[int, int], tuple[int, int, int]]) -> list[SampleDelta]:
-        """Return the tokens that unfinished samples have gained since `known`. This takes a few microseconds per sample.
+        """Return the new tokens of unfinished samples since the state `known`. This takes a few microseconds per sample.
 
         Args:
-            known: the caller's state by (request_id, sample_index): the number of completion tokens it has, the policy
-                version it has for the prompt, and the number of events it has.
+            known: the state that the caller already has, by (request_id, sample_index). A state is the number of completion
+                tokens, the policy version of the prompt, and the number of events.
 
         Returns:
-            One delta per sample of `known` that has new tokens, or that restarted from its prompt
-            (`StalenessPolicy.REQUEUE`), so that its tokens count from 0 again.
+            One delta for each sample of `known` that has new tokens, or that restarted from its prompt
+            (`StalenessPolicy.REQUEUE`) and therefore counts its tokens from 0 again.
         """
         with self._lifecycle.lock:
             table, live = self._context.scheduler.table, self._ledger.live
@@ -154,7 +154,8 @@ class Inspection:
     def staleness(self) -> dict[int, int]:
         """Return the staleness of each unfinished request, by request id.
 
-        Staleness is the number of weight updates since the oldest completion token of its samples; 0: it has no such token.
+        Staleness is the number of weight updates since the oldest completion token of any of the request's samples. It is 0
+        if no sample has tokens yet.
         """
         with self._lifecycle.lock:
             largest: dict[int, int] = {}
@@ -169,7 +170,7 @@ class Inspection:
         return self._ledger.counters
 
     def stats(self) -> dict[str, float]:
-        """Return the counters since construction and the current gauges, by their names in `ENGINE_STATS`."""
+        """Return the counters since the engine was built and the current gauges, by their names in `ENGINE_STATS`."""
         scheduler, runner, allocator = self._context.scheduler, self._controller.runner, self._context.allocator
         sources = SimpleNamespace(
             scheduler=scheduler,
@@ -195,7 +196,7 @@ class Inspection:
         return self._lifecycle.state.value
 
     def traced_records(self) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of the unfinished samples, brought up to date between two steps."""
+        """Wait for the current step, then update and return the records of the unfinished samples."""
         with self._lifecycle.lock:
             unfinished = self._ledger.unfinished()
             for sample in unfinished:

@@ -35,12 +35,12 @@ class Intake:
     """Queues the requests of one engine.
 
     Args:
-        _clock: returns the time in seconds, for arrival times.
-        _routes: shape of the expert routes that the engine records; None: the engine records no routes.
+        _clock: function that returns the time in seconds, for arrival times.
+        _routes: shape of the expert routes that the engine records. If None, the engine records no routes.
 
     Attributes:
         next_request_id: the id of the next request that is added without an id.
-        order: the number of groups queued so far; it breaks ties in the queue.
+        order: the number of groups of samples queued so far. Requests of equal priority run in this order.
     """
 
     _config: InferenceConfig
@@ -73,12 +73,12 @@ class Intake:
 
         Args:
             prompt: text, token ids, chat messages, or a processor's output for one prompt with images.
-            sampling_params: the sampling parameters; None: the defaults.
-            request_id: id of the request; None: the engine's next id.
+            sampling_params: the sampling parameters. If None, all have their defaults.
+            request_id: id of the request. If None, the engine assigns its next id.
             priority: requests with a higher number run first; requests of equal priority run in order of arrival.
             metadata: any value that msgpack can serialize; results contain it unchanged.
-            samples: indices of the samples to compute (other ranks may compute the others); None: all n samples.
-            arrival_time: start of the request's time measurements, in seconds of the engine's clock; None: now.
+            samples: indices of the samples that this engine computes; other ranks may compute the rest. None: all n samples.
+            arrival_time: time on the engine's clock, in seconds, from which latency is measured. If None, the current time.
 
         Returns:
             The request id.
@@ -140,10 +140,10 @@ class Intake:
             self.reserve(number + 1)
 
     def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
-        """Return the token ids of a prompt that `add_request` would accept; nothing is queued.
+        """Check a prompt and its parameters in the same way as `add_request`, and return the token ids. Queue nothing.
 
         Raises:
-            InvalidRequestError, ConfigError, TypeError: `add_request` would raise this error.
+            InvalidRequestError, ConfigError, TypeError: `add_request` would raise the same error.
         """
         (params,) = one_each(sampling_params, 1)
         tokens = self._controller.tokenize(prompt)
@@ -157,7 +157,7 @@ class Intake:
         return tokens
 
     def check_record(self, record: DynamicInferenceRequestRecord) -> None:
-        """Check whether an engine with this configuration can continue a record; nothing is queued.
+        """Check whether an engine with this configuration can continue a record. Queue nothing.
 
         Raises:
             InvalidRequestError, ConfigError: no engine with this configuration can continue the record.
@@ -171,10 +171,10 @@ class Intake:
 
         Args:
             request_id: id of the request.
-            sample_index: the only sample to abort; None: all samples of the request.
+            sample_index: index of the only sample to abort. If None, all samples of the request are aborted.
 
         Returns:
-            The number of aborted samples. 0: the request had finished, or never existed.
+            The number of aborted samples, which is 0 if the request had finished or never existed.
         """
         with uninterrupted(), self._lifecycle.lock:
             removed = self._scheduler.remove(lambda key: key[0] == request_id and sample_index in (None, key[1]))
@@ -195,7 +195,7 @@ class Intake:
             return self.next_request_id - 1
 
     def reserve(self, start: int) -> None:
-        """Mark ids below `start` as taken; the next id is at least `start`."""
+        """Mark request ids below `start` as taken. The next assigned id is at least `start`."""
         with self._lifecycle.lock:
             self.next_request_id = max(self.next_request_id, start)
 
@@ -215,14 +215,14 @@ class Intake:
         metadata: Any = None,
         arrival_time: float | None = None,
     ) -> Sample:
-        """Build the samples `indices` of a new request. Return the first one; the others are its unforked `siblings`.
+        """Build the samples `indices` of a new request. Return the first one, whose `siblings` are the other samples.
 
         Raises:
             InvalidRequestError: the request can never be served.
         """
         pictured = self.images(number, tokens)
         params = self.clamped(number, tokens, params)
-        # Give every request a seed, its own or a derived one, so that its random stream continues after a checkpoint.
+        # Store a seed in every request, even if the caller set none, so that a checkpoint can continue its random stream.
         seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
         samples: list[Sample] = []
         for index in indices:
@@ -238,7 +238,7 @@ class Intake:
         return samples[0]
 
     def continued(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
-        """Build a sample that continues an unfinished record after its last token; the record is updated in place.
+        """Build a sample that continues an unfinished record after its last token, and update the record in place.
 
         Raises:
             InvalidRequestError: this engine can never serve the record, the record's policy version is later than `version`,
@@ -277,15 +277,15 @@ class Intake:
         return self._sample(record, order, pictured)
 
     def from_prompt(self, record: DynamicInferenceRequestRecord, order: int, version: int) -> Sample:
-        """Build a sample that restarts a record from its prompt: tokens are discarded, events are kept.
+        """Build a sample that restarts a record from its prompt. Discard the record's tokens, but keep its events.
 
         Raises:
             InvalidRequestError: this engine can never serve the record.
         """
         first = record[0]
         prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
-        # Add the tokens that a checkpoint moved from the completion to the prompt: the record may begin with a
-        # checkpointed segment.
+        # Raise `max_tokens` by the completion tokens in the first segment's prompt: a checkpoint moves tokens there and
+        # lowers `max_tokens`, and a record may start with a checkpointed segment.
         if made := len(first.prompt_tokens) - len(prompt):
             params = params.replace(max_tokens=params.max_tokens + made)
         pictured = self.images(first.request_id, prompt_of(first))
@@ -302,7 +302,7 @@ class Intake:
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
     def restart(self, sample: Sample) -> bool:
-        """Requeue a stale sample, already removed from its queue, from its prompt. If requeueing raises, fail the sample.
+        """Queue a stale sample again from its prompt, or fail it if that raises. The caller has removed it from its queue.
 
         Returns:
             Whether the sample was queued.
@@ -443,7 +443,7 @@ def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape |
 
 
 def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -> str:
-    """Return the reason why a request's expert routes prevent the engine from continuing it; empty if they do not."""
+    """Return why the engine cannot continue a request with these expert routes, or an empty string if it can."""
     indices = request.routing_indices
     if indices is None:
         return ""
@@ -458,7 +458,7 @@ def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -
 
 
 def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str:
-    """Return the reason why a request's kept tokens prevent the engine from continuing it; empty if they do not."""
+    """Return why the engine cannot continue a request with these kept tokens, or an empty string if it can."""
     sets = request.generated_kept_tokens
     if not request.sampling_params.return_kept_tokens:
         unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
@@ -469,7 +469,7 @@ def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str
 
 
 def _fit_values(record: DynamicInferenceRequestRecord, width: int) -> None:
-    """Drop a record's token values if the engine has no value function (`width` 0); otherwise fill in NaN for missing ones.
+    """Drop a record's token values if `width` is 0 (no value function). Otherwise fill missing values with NaN.
 
     Raises:
         InvalidRequestError: the values do not have `width` numbers for each token.

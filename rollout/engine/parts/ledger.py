@@ -1,4 +1,4 @@
-"""The ledger of one engine: its unfinished samples, its finished records that were not returned yet, and counters.
+"""The ledger of one engine: the unfinished samples, the finished records not yet returned, and counters.
 
 Always true: an accepted sample is either in `live` or in `ended`, until `take` returns its record exactly once.
 """
@@ -67,7 +67,7 @@ class Ledger:
         return samples
 
     def accept(self, *samples: Sample) -> None:
-        """Record samples that the scheduler has queued as unfinished."""
+        """Add samples that the scheduler has queued to the unfinished samples."""
         for sample in samples:
             number, index = sample.key
             self.live.setdefault(number, {})[index] = sample
@@ -78,13 +78,13 @@ class Ledger:
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
-        """Return when the oldest unfinished request arrived, in seconds since the epoch; 0 if no request is unfinished."""
-        # Look at all requests: a continued request may be older than requests with lower ids.
+        """Return the arrival time of the oldest unfinished request, in seconds since the epoch; 0 if there is none."""
+        # Compare all requests: a request continued from a checkpoint may be older than requests with lower ids.
         firsts = (next(iter(list(samples.values())), None) for samples in list(self.live.values()))
         return min((sample.record[0].arrival_time for sample in firsts if sample is not None), default=0.0)
 
     def staleness(self, sample: Sample) -> int:
-        """Return the number of weight updates since a sample's oldest completion token; 0 if it has no such token."""
+        """Return the number of weight updates since a sample's oldest completion token; 0 if it has no tokens yet."""
         request = sample.request
         oldest = request.policy_spans.oldest(start=request.original_prompt_length)
         return 0 if oldest is None else self._scheduler.version - oldest
@@ -102,7 +102,7 @@ class Ledger:
             self.end(sample, FinishReason.ERROR, f"{type(exc).__name__}: {exc}")
 
     def collect(self, sample: Sample) -> None:
-        """Move a finished sample from `live` to `ended`: fill in its text and latency, and count it."""
+        """Fill in a finished sample's text and latency, count the sample, and move it from `live` to `ended`."""
         record, request = sample.record, sample.request
         if (counter := _COUNTED.get(request.finish_reason)) is not None:
             self.counters[counter] += 1
@@ -130,7 +130,7 @@ class Ledger:
         return taken
 
     def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
-        """Put back records that `take` returned but that did not reach the caller. The next `take` returns them again."""
+        """Put back records that `take` returned but the caller did not get, so that the next `take` returns them."""
         self.ended[:0] = taken
 
     def _text(self, sample: Sample) -> str | None:

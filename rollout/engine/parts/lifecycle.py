@@ -1,4 +1,4 @@
-"""The engine's state machine: allowed transitions, waiting for a state, and the lock that is held during a step."""
+"""The engine's state machine, with a method that waits for a state, and the lock that is held during a step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Lifecycle:
 
     Attributes:
         lock: the lock that is held during a step.
-        cause_of_death: the error that stopped the engine for good; None: the engine is not dead.
-        on_move: a listener, called after every control call and weight update, and when the engine dies, even if the state
-            is the same. The calling thread may hold `lock`, so the listener must not wait for another thread.
+        cause_of_death: the error that stopped the engine for good. If None, no error has stopped the engine.
+        on_move: a listener that is called after every control call and weight update, and when an error stops the engine,
+            even if the state is unchanged. It must not wait for another thread, because its caller may hold `lock`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Lifecycle:
         self.cause_of_death: BaseException | None = None
         self.lock = FairLock()
         self.on_move: Callable[[], None] | None = None
-        # Use a lock other than the engine's: a thread that waits for a state must not queue behind the steps.
+        # Do not use `lock` for this condition: a thread that waits for a state must not queue behind the steps.
         self._changed = threading.Condition()
 
     @contextmanager
@@ -41,19 +41,19 @@ class Lifecycle:
             yield
 
     def moved(self) -> None:
-        """Notify the listener `on_move` of a change."""
+        """Call the listener `on_move`, if there is one."""
         if self.on_move is not None:
             self.on_move()
 
     def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
-        """Call `act` and move to the state that follows `signal`. If `act` raises, restore the previous state.
+        """Call `act` in the intermediate state of `signal`, then move to its target state. If `act` raises, move back.
 
         Returns:
-            The result of `act`; None: the signal has no effect in the current state, and `act` was not called.
+            The result of `act`, or None without calling `act` if the signal has no effect in the current state.
 
         Raises:
             EngineStateError: the signal is not allowed in the current state.
-            EngineDeadError: the engine is dead.
+            EngineDeadError: an error has stopped the engine for good.
         """
         acts_in, through, to, harmless_in = ENGINE_TRANSITIONS[signal]
         with uninterrupted(), self.lock:
@@ -77,7 +77,7 @@ class Lifecycle:
             return done
 
     def die(self, cause: BaseException) -> None:
-        """Record `cause` and move to STOPPED for good."""
+        """Record `cause` as the error that stopped the engine for good, and move to STOPPED."""
         self.cause_of_death = cause
         self._move(EngineState.STOPPED)
 
@@ -96,7 +96,7 @@ class Lifecycle:
                 raise DeadlineError(f"the engine is {self.state.value}, not {state.value}, after {timeout_s} s")
 
     def refuse_when_stopped(self) -> None:
-        """Raise `EngineDeadError` if the engine is dead, `EngineStateError` if it is stopping or stopped."""
+        """Raise `EngineDeadError` if an error has stopped the engine, `EngineStateError` if it is stopping or stopped."""
         if (cause := self.cause_of_death) is not None:
             if isinstance(cause, EngineDeadError):
                 raise EngineDeadError(str(cause)) from cause

@@ -12,14 +12,14 @@ from rollout.errors import EngineStateError
 
 
 class Peers:
-    """This rank's role among the ranks that compute forward passes with it. All of them construct it at the same time.
+    """The role of this rank in its groups. All ranks of a group must construct a `Peers` at the same time.
 
     Attributes:
-        group: the tensor-parallel ranks, which compute every step together, each with its shard of the weights. None: this
-            rank steps alone.
-        leader: sends work to the other members if this rank is the group's first; None: this rank is not the first.
-        lockstep: the expert-parallel ranks, whose layers exchange tokens, so that all run each forward pass together.
-            None: there are no such ranks.
+        group: the tensor-parallel group, whose ranks compute every step together, each with its shard of the weights.
+            None if this rank is in no such group.
+        leader: the object that sends work to the other ranks of `group`. None if this rank is not the first of a group.
+        lockstep: the expert-parallel ranks. Their expert layers exchange tokens, so all ranks run every forward pass
+            together. None if the experts are not split over ranks.
     """
 
     def __init__(self, weights: Weights, config: InferenceConfig) -> None:
@@ -31,16 +31,16 @@ class Peers:
             self.group.refuse_unequal("InferenceConfig", repr(config))
         if (mesh := weights.expert_parallel_mesh) is not None:
             exchange = TensorParallelGroup(mesh, config.advanced.control_timeout_s, "expert-parallel")
-            # Require equal settings: the verification runs forward passes in which all ranks take part, or none.
+            # Require equal settings: the verification runs forward passes, which only all ranks together can run.
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
         self.together: Together = self.lockstep or self.leader or Together()
-        """The object that involves the other ranks in each forward pass; if there are none, it only runs the pass."""
+        """The object that runs each forward pass together with the other ranks, if there are any."""
 
     @property
     def everyone(self) -> TensorParallelGroup | None:
-        """The ranks that must take part in every forward pass of this rank; None: it computes alone."""
+        """The group whose ranks compute every forward pass together with this rank. None if this rank computes alone."""
         return self.group if self.lockstep is None else self.lockstep.group
 
     def least(self, value: int) -> int:
@@ -48,11 +48,11 @@ class Peers:
         return value if self.group is None else self.group.least(value)
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether `holds` is True on all ranks that compute forward passes together. All of them must call this."""
+        """Return whether `holds` is True on all ranks of `everyone`. All of these ranks must call this method."""
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:
-        """Raise `EngineStateError` if a step needs the other ranks, but they are not inside a joint call."""
+        """Raise `EngineStateError` if a step needs other ranks that are not in a call which computes steps together."""
         self.together.refuse_alone()
         if self.group is not None and self.leader is None:
             raise EngineStateError(

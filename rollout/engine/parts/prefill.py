@@ -1,10 +1,10 @@
 """Forward passes over given sequences with the paged KV cache: logits at chosen positions, chunk by chunk, no sampling.
 
 Always true:
-- sequences are packed and chunked like prompts; prefixes that they share, or that are cached, are computed once;
-- requests in flight wait; the youngest lose their KV only if there is no room for the longest sequence;
+- sequences are packed and chunked like prompts, and a shared prefix or a cached prefix is not computed again;
+- requests in flight wait. The youngest of them lose their KV only if there is no room for the longest sequence;
 - at most `LOGITS_BYTES` of logits exist at a time, or the logits of one position if these are larger;
-- a run releases all its blocks, even if it raises.
+- `Prefill.run` releases all its KV blocks, even if it raises.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NOTHING_SAMPLED = StepTokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
 _PROMPT_ONLY = SamplingParams(max_tokens=0, seed=0)
 
 Take = Callable[[NDArray[np.int64], NDArray[np.int64], Tensor], bool]
-"""A callback for the logits of one chunk; it returns whether all of them are finite.
+"""A callback that receives the logits of one chunk, and returns whether all of them are finite.
 
-Its arguments describe K positions of a vocabulary of size V: sequence index [K], position in the sequence [K], and logits
-[K, V], which are valid until the next call.
+For K positions and a vocabulary of V tokens, its arguments are the sequence indices [K], the positions in these sequences
+[K], and the logits [K, V]. The logits are valid only until the next call.
 """
 
 
@@ -49,17 +49,17 @@ class Wanted(NamedTuple):
     """One sequence, and the positions whose logits are needed."""
 
     tokens: Sequence[int]
-    """The token ids of the sequence, at least one."""
+    """The token ids of the sequence (at least one)."""
     positions: NDArray[np.int64]
-    """The positions, ascending, at least one. Tokens after the last position are computed only if there are images."""
+    """The ascending positions whose logits are needed (at least one). Unless there are images, later tokens are ignored."""
     images: ImageInputs | None = None
-    """The images that the placeholder tokens stand for; None if there are none."""
+    """The images for the sequence's placeholder tokens, or None if there are no images."""
     adapter: str | None = None
-    """The name of a loaded LoRA adapter; None: the model with its own active adapters."""
+    """The name of a loaded LoRA adapter. If None, the model runs with its own active adapters."""
 
     @property
     def params(self) -> SamplingParams:
-        """The parameters of a request that computes the sequence and samples nothing."""
+        """Sampling parameters for a request that computes the sequence without sampling a token."""
         return _PROMPT_ONLY if self.adapter is None else _PROMPT_ONLY.replace(adapter=self.adapter)
 
 
@@ -76,8 +76,8 @@ class Prefill:
         """Pass the logits of every wanted position to `take`. After a preemption, positions may be passed again.
 
         Raises:
-            InvalidRequestError: a sequence cannot be computed (see `Intake.clamped`, `Intake.images`). The message contains
-                the sequence's index. Nothing was computed.
+            InvalidRequestError: a sequence cannot be computed (see `Intake.clamped` and `Intake.images`). The message
+                contains the sequence's index, and no sequence was computed.
         """
         longest_whole = max((self._check(index, each) for index, each in enumerate(wanted)), default=0)
         scheduler = self._scheduler(longest_whole)
@@ -92,18 +92,18 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Return the size of the longest image whose tokens must be computed in one step, in tokens. Raises: see `run`."""
+        """Check a sequence, and return the token count of its longest image that must be computed in a single step."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
-            # Check the images: placeholders without images would be scored as if they were text.
+            # Require an image for every placeholder: a placeholder without image would be computed as if it were text.
             return self._intake.images(index, tokens).longest_whole
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
         vocabulary = self._runner.layout.vocab_size
-        # Let an image exceed the limit on logits: no logits are computed at its positions.
+        # Let an image exceed the limit on logits, because no logits are computed at an image's positions.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most))
         context = self._context
@@ -115,7 +115,7 @@ class Prefill:
         first, last = int(wanted.positions[0]), int(wanted.positions[-1])
         tokens = _tokens(wanted, last + 1)
         sample = self._intake.group(index, tokens, wanted.params, order=index, version=scheduler.version)
-        # Look up only the blocks before the first wanted position: positions found in the prefix cache get no logits.
+        # Look up only the blocks before the first wanted position: no logits are computed for cached positions.
         sample.hashes = sample.hashes[: first // self._config.advanced.block_size_tokens]
         scheduler.add(sample)
         return sample
@@ -150,7 +150,7 @@ class Prefill:
         finite = take(indices, positions, logits[: len(keep)])
         memory = np.zeros(0, np.int32)
         if not finite:
-            # Mark this KV as not shareable, and have it cleared: a kernel may multiply it by zero, and 0 * NaN is NaN.
+            # Keep this KV out of the prefix cache, and have it cleared: kernels may multiply it by 0, and 0 * NaN is NaN.
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)
@@ -159,7 +159,7 @@ class Prefill:
 
 
 def _tokens(wanted: Wanted, count: int) -> list[int]:
-    """Return the first `count` tokens, or all tokens if there are images, because each image needs its placeholder."""
+    """Return the first `count` tokens, or all tokens if there are images, because every image needs its placeholders."""
     return list(wanted.tokens[:count]) if wanted.images is None else ImagePrompt(wanted.tokens, wanted.images)
 
 
@@ -168,7 +168,7 @@ def _wanted_of(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return three arrays [K] for the K wanted positions of a step.
 
-    They are the sequence index, the position in the sequence, and the index in the step's packed row of positions.
+    The arrays hold the sequence index, the position in the sequence, and the index among the step's packed positions.
     """
     indices, positions, packed = [], [], []
     offset = 0

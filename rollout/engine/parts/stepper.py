@@ -1,7 +1,7 @@
 """One engine step: read the model's adapters and forward settings, schedule, execute, update.
 
-An exception fails the requests of the step. After `MAX_FAILED_STEPS` failed steps in a row, or if a rank that computes
-together with this one is lost, the engine is dead and every unfinished request fails.
+An exception in a step fails the requests of that step. The engine stops for good, and every unfinished request fails, after
+`MAX_FAILED_STEPS` failed steps in a row, or when contact to a rank that computes together with this one is lost.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Stepper:
-    """The loop body of one engine; the caller of `step` holds the engine's lock.
+    """The part that runs one engine's steps. The caller of `step` must hold the engine's lock.
 
     Attributes:
-        last: the most recently scheduled step; None: nothing could run.
-        made: the number of decode steps that the last call of `step` made; 1 if the step had prefill chunks, 0 if nothing
-            ran or the step failed.
+        last: the step that was scheduled last. None if no request could run.
+        made: the number of decode steps made by the last call of `step`. It is 1 if that call computed prefill chunks, and 0
+            if nothing ran or the step failed.
     """
 
     _context: DynamicInferenceContext
@@ -58,10 +58,10 @@ class Stepper:
         return self._context.scheduler
 
     def step(self, *, ahead: bool = False) -> None:
-        """Schedule, execute and update. Add finished records to the ledger.
+        """Schedule and execute a step, update the scheduler, and add the finished records to the ledger.
 
         Args:
-            ahead: whether to make several decode steps in one call if no Python code must run in between.
+            ahead: whether to make several decode steps in one call, if the step's rows need no Python code in between.
         """
         log, self.made = self._tap.log, 0
         if log is not None:
@@ -84,14 +84,14 @@ class Stepper:
                 self._run(step, log)
 
     def follow_forward(self) -> Variant:
-        """Read the active adapters and forward settings, and return the adapters.
+        """Read the model's active adapters and forward settings, and return the active adapters.
 
-        If they have changed, clear the caches, because KV computed under other settings must not be shared.
+        If any has changed, clear the prefix cache and the image cache, because their content depends on these settings.
         """
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
-            # Invalidate the bound forward pass, which may still use the previous adapters.
+            # Invalidate the bound fused forward pass, which may still use the previous adapters.
             installation.module_epoch += 1
         forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):
@@ -147,12 +147,12 @@ class Stepper:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
-        """Handle a forward pass that raised.
+        """Handle an exception of a forward pass.
 
-        If device memory ran out, shrink the KV pool. Otherwise fail every request of the step.
+        If device memory ran out, shrink the KV pool. If it cannot shrink, or for other errors, fail the step's requests.
         """
         if lacks_device_memory(exc):
-            # Clear the exception's frames, which keep the failed forward pass's tensors alive.
+            # Clear the frames of the traceback, whose local variables keep tensors of the failed forward pass alive.
             clear_frames(exc.__traceback__)
             try:
                 if self._make_room(exc):
@@ -165,7 +165,7 @@ class Stepper:
         self._count_failed_step(exc)
 
     def _make_room(self, exc: Exception) -> bool:
-        """Free device memory by shrinking the KV pool, which loses all KV. Return whether the pool could shrink."""
+        """Free device memory by shrinking the KV pool; all KV is recomputed. Return whether the pool could shrink."""
         self._controller.runner.release_workspace(graphs=True)
         before = self._context.cache.num_blocks
         if not self._context.shrink(exc):
@@ -179,7 +179,7 @@ class Stepper:
         return True
 
     def _fail_image(self, step: ScheduledStep, exc: EncodingError) -> None:
-        """Fail the request whose image made the vision tower raise; the other requests of the step continue."""
+        """Fail the request whose image made the vision tower raise, and queue the other requests of the step again."""
         cause = exc.__cause__
         assert isinstance(cause, Exception)
         self._scheduler.preemption.requeue_step(step, exc)
@@ -188,7 +188,8 @@ class Stepper:
     def _start_over(self, exc: Exception) -> None:
         """Free all rows and blocks, because an exception in `schedule` or `update` has left them inconsistent.
 
-        Every request with a row fails, and so does the request that was being admitted. Waiting requests are not affected.
+        Requests with a row in the sequence table fail, and so does the request that was being admitted. Waiting requests
+        are not affected.
         """
         scheduler = self._scheduler
         for sample in scheduler.preemption.start_over(self._ledger.unfinished()):
@@ -196,8 +197,7 @@ class Stepper:
                 self._ledger.collect(sample)
             else:
                 self._ledger.fail([sample], exc)
-        # Count the failure only if no request was being admitted. Otherwise that request has been removed, so retries
-        # end by themselves.
+        # Do not count the failure if a request was being admitted: this request is removed, so retries terminate.
         if scheduler.planner.admitting is None:
             self._count_failed_step(exc)
 
@@ -207,7 +207,7 @@ class Stepper:
             self._die(exc)
 
     def _die(self, exc: Exception) -> None:
-        """Stop the engine for good: fail every unfinished request and free the KV cache."""
+        """Stop the engine for good, fail every unfinished request, and free the KV cache."""
         self._lifecycle.die(exc)
         self._ledger.fail(self._scheduler.remove(lambda key: True), exc)
         self._context.drop()
@@ -215,10 +215,10 @@ class Stepper:
     # --- steps of a tensor-parallel group -----------------------------------------------------------------------
 
     def follow(self) -> Any:
-        """Compute the work that the first rank of the tensor-parallel group sends, until that rank's call returns.
+        """Compute the forward passes that the first rank of the tensor-parallel group sends, until it sends an outcome.
 
         Returns:
-            The outcome that the first rank sends at the end of its call (see `Leader.leading`).
+            The outcome, which the first rank sends when it leaves `Leader.leading`.
 
         Raises:
             EngineDeadError: the group is lost, so it can compute no more steps.
@@ -255,7 +255,7 @@ class Stepper:
 
 
 def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tuple[int, ...]:
-    """Return the numbers of a step for its `StepRow`. `made`: the number of decode steps made in the call."""
+    """Return a step's numbers in the order of `StepRow`'s fields. `made` is the number of decode steps in the call."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
     decodes, entries = step.num_decodes, len(step.rows)

@@ -11,17 +11,17 @@ from rollout.engine.weights.fingerprints import local_part, persistent_tensors
 
 
 class Weights:
-    """The weights that an engine samples with. This class uses the trainer's own tensors in place.
+    """A source of the weights that an engine samples with. This base class uses the trainer's own tensors in place.
 
     Attributes:
         trained: the unwrapped Hugging Face model that the optimizer updates.
         sampled: the module whose `forward` the engine runs.
-        collective: whether `gather` is a collective call.
+        collective: whether `gather` is a collective call, which every rank must make.
         fixed_addresses: whether the tensors of `sampled` keep their addresses when the weights change.
         tensor_parallel_mesh: one-dimensional device mesh of the ranks that hold the shards of every layer and compute each
-            forward pass together; None: this rank computes alone.
+            forward pass together. If None, this rank computes alone.
         expert_parallel_mesh: one-dimensional device mesh of the ranks that exchange tokens inside each layer, each with
-            its own batches; None: no layer exchanges tokens.
+            its own batches. If None, no layer exchanges tokens.
     """
 
     collective = False
@@ -43,13 +43,13 @@ class Weights:
         return True
 
     def gather(self) -> None:
-        """Gather or copy the current weights into `sampled`. Do nothing if it is `ready`."""
+        """Gather or copy the current weights into `sampled`, unless the source is `ready` already."""
 
     def release(self) -> None:
-        """Restore `trained` for training. The call is local and idempotent, even after an interrupted forward pass."""
+        """Restore `trained` for training, even after an interrupted forward pass. Not collective, and may be repeated."""
 
     def changed(self) -> None:
-        """Mark gathered or copied weights as outdated, after an update."""
+        """Drop or invalidate gathered and copied weights, because `trained` has changed."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the name and this rank's part of every parameter and persistent buffer of `trained`.

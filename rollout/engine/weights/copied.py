@@ -1,6 +1,6 @@
 """A separate copy of the weights in another dtype or on another device, refreshed once per update.
 
-Only `gather` copies, one tensor at a time, so there is never a third full set of weights.
+`gather` copies one tensor at a time, so there is never a third full set of weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class CopiedWeights(Weights):
     """A second module of the same architecture with its own parameters.
 
     Args:
-        source: the trainer's weights, plain or FSDP2.
-        dtype: dtype of the copy's floating-point parameters; None: the trainer's dtypes.
-        device: device of the copy; None: the trainer's device.
+        source: the source of the trainer's weights, which may be sharded by FSDP2.
+        dtype: dtype of the copy's floating-point parameters. If None, they have the trainer's dtypes.
+        device: device of the copy. If None, the copy is on the trainer's device.
 
     Raises:
         UnsupportedModelError: the module cannot be copied.
@@ -70,12 +70,12 @@ class CopiedWeights(Weights):
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """Return a deep copy of the module with the parameters in `fresh`, and without `forward` set on any instance."""
+    """Return a deep copy of the module with the parameters in `fresh`, and without patched `forward` methods."""
     memo: dict[int, Any] = {id(parameter): fresh[name] for name, parameter in model.named_parameters()}
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
     for module in made.modules():
-        # Remove patched forwards (such as accelerate's autocast wrapper), which would call the trainer's module.
+        # Remove patched `forward` methods (such as accelerate's autocast wrapper), which would call the trainer's module.
         module.__dict__.pop("forward", None)
     return made.eval()
 

@@ -1,8 +1,8 @@
-"""Detects weight changes that were not announced, by comparing a sample of every parameter.
+"""Detection of weight changes that were not announced, by comparing a sample of every parameter.
 
 Values are compared, because fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. A
-sample has `SAMPLES` evenly spread elements of each tensor, with other elements after every update. Taking a sample does not
-synchronise with the device.
+sample consists of `SAMPLES` evenly spaced elements of each tensor. Every announced update selects other elements. Taking a
+sample does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAMPLES = 64
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
 _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
-"""(Name, dtype, shape, number of samples) of each tensor with the same dtype and device, and the bytes of all samples."""
+"""The (name, dtype, shape, number of samples) of each tensor of one dtype and device, and the bytes of all samples."""
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
@@ -47,8 +47,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
     """Yield the readable parts of a tensor: a plain tensor itself, or the tensors inside a wrapper subclass.
 
-    Quantised tensors, for example, are wrapper subclasses. A subclass that cannot be read is replaced by a tensor of its
-    Python id and version counter.
+    Quantised tensors, for example, are subclasses. An unreadable subclass is replaced by its Python id and version counter.
     """
     wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
@@ -84,7 +83,7 @@ class Fingerprints:
     """Reference samples of a set of tensors, to compare with their current contents.
 
     Args:
-        tensors: function that returns the current tensors; it is called at every comparison.
+        tensors: function that returns the current tensors. It is called for every comparison.
     """
 
     def __init__(self, tensors: Callable[[], list[Named]]) -> None:
@@ -101,8 +100,8 @@ class Fingerprints:
     def changed(self) -> list[str]:
         """Return the names of tensors that differ from the reference or no longer exist.
 
-        A new tensor, such as an adapter not yet in use, does not count as a change. It joins the reference if nothing else
-        has changed.
+        A new tensor, such as an adapter not yet in use, does not count as a change. It is added to the reference if no other
+        tensor has changed.
         """
         now = self._now()
         then = self._taken
@@ -133,7 +132,7 @@ class Fingerprints:
 def _joined(rows: list[Named]) -> Tensor:
     """Concatenate the sampled values of all rows and return their bytes as uint8.
 
-    -0.0 becomes 0.0: an update of zero can turn -0.0 into 0.0, and must not change the fingerprint.
+    -0.0 is replaced by 0.0, because an update by zero can turn -0.0 into 0.0, and must not count as a change.
     """
     data = torch.cat([values for _, values in rows])
     if data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -1,4 +1,4 @@
-"""Loads a folder of safetensors into an existing model in place, or as a new model with its tokenizer."""
+"""Functions that load a folder of safetensors into an existing model, or as a new model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def load_weights(model: nn.Module, folder: str | PathLike[str]) -> int:
         The number of tensors copied.
 
     Raises:
-        ConfigError: there are no safetensors; a name or a shape differs from the model's; or a parameter is missing. The
-            model was not changed.
+        ConfigError: the folder has no safetensors, a name or shape in it differs from the model's, or a parameter is
+            missing. The model was not changed.
     """
     targets = model.state_dict(keep_vars=True)
     found: set[int] = set()
@@ -79,16 +79,16 @@ def load_model(
 ) -> tuple[nn.Module, Any]:
     """Load a model from a folder written by `save_pretrained`, with its tokenizer or, for a vision model, its processor.
 
-    Nothing is ever downloaded: if there is no such folder, `ConfigError` is raised.
+    Nothing is ever downloaded: if the folder does not exist, `ConfigError` is raised.
 
     Args:
         folder: the model's folder.
-        tokenizer: a tokenizer, or the folder to load it from; None: the model's folder, if that contains a tokenizer.
-        dtype: dtype of the parameters; `auto`: the dtype in which they were saved.
-        device: device of the model; `auto`: CUDA if available, else the CPU.
+        tokenizer: a tokenizer, or the folder to load it from. If None, it is loaded from the model's folder if possible.
+        dtype: dtype of the parameters. `auto` selects the dtype in which they were saved.
+        device: device of the model. `auto` selects CUDA if it is available, else the CPU.
 
     Returns:
-        The model in eval mode, and its tokenizer or processor; None instead if the model's folder contains neither.
+        The model in eval mode, and its tokenizer or processor, or None if the model's folder contains neither.
 
     Raises:
         ConfigError: the folder has no model, the given folder has no tokenizer, or torch has no such dtype or device.

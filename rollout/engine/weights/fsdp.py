@@ -1,4 +1,4 @@
-"""FSDP-sharded weights: gathered while the engine generates, resharded afterwards.
+"""Weights that FSDP2 shards. They are gathered while the engine generates, and resharded afterwards.
 
 Always true:
 - Between `gather` and `release`, forward passes are not collective, so each rank may run a different number of them.
@@ -21,10 +21,10 @@ from rollout.errors import UnsupportedModelError
 
 
 class ShardedWeights(GatheredWeights):
-    """FSDP2 (`fully_shard`) weights. `gather` unshards each unit, which stays unsharded until `release`.
+    """FSDP2 weights. `gather` unshards each unit of `fully_shard`, which stays unsharded until `release`.
 
     While gathered, the weights take the memory of the shards and of one whole model in the dtype of the mixed-precision
-    policy. `state_dict` always returns the shards. Parameters that tensor parallelism also splits stay split by it.
+    policy. `state_dict` always returns the shards. A parameter that tensor parallelism also splits keeps that split.
 
     Raises:
         UnsupportedModelError: a parameter is a DTensor that FSDP2 does not manage, or its parallelism is not supported.
@@ -52,13 +52,12 @@ class ShardedWeights(GatheredWeights):
 
     @property
     def ready(self) -> bool:
-        # Check every group: a backward pass while the weights are gathered reshards units.
+        # Check every group, because a backward pass reshards units even while the weights are gathered.
         return super().ready and all(group.is_unsharded for group in self._groups())
 
     def _gather(self, undo: ExitStack) -> None:
         for unit in self._units:
-            # Initialise FSDP now: otherwise the first forward pass would do so, after post_forward_mesh_info was
-            # replaced.
+            # Initialise FSDP now. Otherwise the first forward pass does so after `post_forward_mesh_info` is replaced below.
             state_of(unit)._lazy_init()
         for unit in self._units:
             undo.callback(reshard, unit)
@@ -130,7 +129,7 @@ def reshard(unit: Any) -> None:
 
 
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
-    """Let `state_dict` and `load_state_dict` see the shards without freeing the gathered weights, as FSDP2's hooks would."""
+    """Make `state_dict` and `load_state_dict` use the shards, but not free the gathered weights as FSDP2's hooks do."""
 
     def show_shards() -> None:
         for each in group.fsdp_params:

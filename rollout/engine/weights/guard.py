@@ -1,4 +1,4 @@
-"""Gathers and releases an engine's weights, and detects changes that were not announced."""
+"""The guard of an engine's weights, which gathers and releases them and detects changes that were not announced."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WeightsGuard:
         self._are_known = False
 
     def sharded_since(self) -> bool:
-        """Return whether FSDP2 has sharded the model since the build; if so, choose a source for the sharded model."""
+        """Return whether FSDP2 has sharded the model since the engine was built. If so, choose a new weight source."""
         if fully_sharded_since(self.source):
             with self._locked():
                 self._choose_source()
@@ -75,7 +75,7 @@ class WeightsGuard:
             self.source.gather()
 
     def release(self) -> None:
-        """Restore the weights for the trainer. The call is local, and may be repeated."""
+        """Restore the weights for the trainer. This is not a collective call, and may be repeated."""
         with self._locked():
             self.source.release()
 
@@ -97,7 +97,7 @@ class WeightsGuard:
         self._take_fingerprints()
 
     def resized(self, vocabulary: int) -> int | None:
-        """Return the size of the model's vocabulary, or None if it is still `vocabulary`."""
+        """Return the current size of the model's vocabulary, or None if it still equals `vocabulary`."""
         now = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         return None if now == vocabulary else now
 
@@ -111,7 +111,7 @@ class WeightsGuard:
             vocabulary: size of the model's vocabulary when the engine was built.
 
         Raises:
-            WeightsChangedError: weights have changed since the last announced update; the message names them.
+            WeightsChangedError: weights have changed since the last announced update. The message names them.
             EngineStateError: since the engine was built, the weights were sharded, or their device, dtype or vocabulary
                 size has changed.
         """
@@ -142,7 +142,7 @@ class WeightsGuard:
             )
 
     def refuse_scattered(self) -> None:
-        """Raise `EngineStateError` if the weights are sharded, because every rank must take part in gathering them."""
+        """Raise `EngineStateError` if the weights are sharded, because one rank alone cannot gather them."""
         if self.source.collective:
             raise EngineStateError(
                 f"{type(self.model).__name__} has its weights spread over the ranks, where no step can run: generate by "
@@ -167,14 +167,14 @@ class WeightsGuard:
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype of a name, such as `torch.float32` for "float32", or None for None."""
+    """Return the torch dtype with this name, such as `torch.float32` for "float32", or None for None."""
     return None if name is None else getattr(torch, name)
 
 
 def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
-    # Catch AssertionError as well, which a torch without CUDA raises.
+    # Catch AssertionError as well: torch raises it if it was built without CUDA.
     except (RuntimeError, AssertionError, NotImplementedError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigError(

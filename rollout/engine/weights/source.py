@@ -1,9 +1,9 @@
-"""Chooses the engine's weight source: the module itself, a gathered module, or a copy.
+"""The choice of the engine's weight source: the module itself, a gathered module, or a copy.
 
     plain module, DDP, autocast    shared: the engine uses the tensors that the optimizer updates
     tensor parallel (DTensors)     shared: every rank of the group computes with its shard (which FSDP2 may also gather)
     FSDP2, ZeRO-3                  gathered: the weights are whole while the engine generates; there is no second copy
-    another dtype or device        copied: a second module, only on request, is refreshed in one pass after each update
+    another dtype or device        copied: on request, a second module is created, and refreshed once after each update
 
 Always true: a source's method `release()` restores its module `trained` for the trainer. If a source is `collective`,
 either every rank calls its `gather()` or none does. DeepSpeed is imported only for a model that it partitions.
@@ -28,12 +28,12 @@ from rollout.errors import EngineStateError, UnsupportedModelError
 
 
 def weights_of(model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Weights:
-    """Choose the weight source for a model, without the wrappers of DDP and torch.compile.
+    """Choose the weight source for a model, after removing the wrappers of DDP and torch.compile.
 
     Args:
         model: the module that the trainer calls.
-        dtype: dtype of a separate copy to sample with; None: the model's dtype.
-        device: device of the copy; None: the model's device. If both are None, there is no copy.
+        dtype: dtype of a separate copy to sample with. If None, the copy has the model's dtype.
+        device: device of the copy. If None, the copy is on the model's device. If both are None, there is no copy.
 
     Raises:
         UnsupportedModelError: the weights are sharded in a way that cannot be gathered.
@@ -62,7 +62,7 @@ def refuse_sharded_since(weights: Weights) -> None:
     """Check that the weights were not sharded after this weight source was chosen.
 
     Raises:
-        EngineStateError: the weights were sharded; the message names the first sharded parameter or module.
+        EngineStateError: the weights were sharded. The message names the first sharded parameter or module.
     """
     if weights.collective or not (dist.is_available() and dist.is_initialized()):
         return

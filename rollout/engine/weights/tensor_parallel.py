@@ -1,7 +1,8 @@
-"""Finds the device meshes over which a model is tensor-parallel or expert-parallel; other parallelism raises an error.
+"""Functions that find the device meshes over which a model is tensor-parallel or expert-parallel.
 
 A parameter is tensor-parallel if it is a DTensor on a mesh dimension that FSDP2 does not gather, whether transformers'
-`tp_plan` or torch's `parallelize_module` created it. Transformers' meshes show how experts are split:
+`tp_plan` or torch's `parallelize_module` created it. Other parallelism raises `UnsupportedModelError`. The size of
+transformers' expert mesh, `ep_size`, tells how experts are split:
 
     ep_size == tp_size    each rank of the tensor-parallel group holds some experts; the group shares every batch
     ep_size > tp_size     ranks with their own batches exchange tokens inside each layer: an expert-parallel group
@@ -21,7 +22,7 @@ _OTHERS = ("pp", "cp", "sp", "ep")
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
-    """Return the one-dimensional mesh of the ranks that exchange tokens inside each layer; None: no layer exchanges tokens.
+    """Return the one-dimensional mesh of the ranks that exchange tokens inside each layer, or None if no layer does so.
 
     Raises:
         UnsupportedModelError: tensor-parallel groups of several ranks would exchange tokens with one another.
@@ -53,9 +54,9 @@ def modules_split_over(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]]) -> Any:
-    """Return the one-dimensional mesh that splits a model's parameters, not counting experts that exchange tokens.
+    """Return the one-dimensional mesh over which a model's parameters are split, or None if they are not split.
 
-    None: no mesh splits them.
+    Experts on the mesh that `expert_parallel_mesh` returns do not count as split.
 
     Args:
         gathered: names of the mesh dimensions that FSDP2 gathers, for each parameter that FSDP2 manages.
@@ -64,7 +65,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         UnsupportedModelError: the model's parallelism is not supported.
     """
     exchanged, manager = expert_parallel_mesh(model), getattr(model, "_mesh_manager", None)
-    # Find out whether "ep" and "tp" are the same ranks, as with `ep_size == tp_size`.
+    # Find out whether experts are split over the tensor-parallel ranks, as with `ep_size == tp_size`.
     shared = "ep" in _sizes(manager, "_expert_mesh")
     # Check the mesh itself: pipeline or context parallelism may not show in this rank's parameters.
     if others := {name: size for name, size in _sizes(manager, "_dense_mesh").items() if name in _OTHERS and size > 1}:
@@ -85,8 +86,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
             ranks, others = own.mesh.tolist(), found[1].mesh.tolist()
             raise _unserved(model, f"{name} is split over ranks {ranks}, and {found[0]} over {others}")
         found = found or (name, own)
-        # Recognise sequence parallelism by its norms: transformers and torch replicate the norms as DTensors, and
-        # nothing else.
+        # Recognise sequence parallelism by its norms: transformers and torch replicate only norms as DTensors.
         placements = getattr(parameter, "placements", ())
         if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
             raise _unserved(model, f"{name} is a replicated DTensor, as sequence parallelism makes it")
