@@ -31,7 +31,7 @@ class Attention(ctypes.Structure):
 
 
 class CpuPagedAttention:
-    """Computes the attention of one step. The bits of a row do not depend on the step's other rows.
+    """Computes the attention of one step. The bits of a row's result do not depend on the step's other rows.
 
     Args:
         library: the C++ library; see `cpu_library.load`.
@@ -72,7 +72,7 @@ class CpuPagedAttention:
 
 
 def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Return whether the kernel supports these tensors: contiguous, all float32 or all bfloat16."""
+    """Return whether the kernel supports these tensors: contiguous, all float32 or all bfloat16, group up to `MAX_GROUP`."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype == value_cache.dtype

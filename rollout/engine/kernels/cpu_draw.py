@@ -25,7 +25,7 @@ class Draw(ctypes.Structure):
 
 
 class Drawn(NamedTuple):
-    """The result of a draw of one token in each of R rows."""
+    """The result of drawing one token in each of R rows."""
 
     token: Tensor
     """The id of each drawn token, int64 [R]."""
@@ -36,10 +36,7 @@ class Drawn(NamedTuple):
     score: Tensor
     """The score / temperature of each drawn token, float32 [R]."""
     kept_ids: Tensor | None
-    """The ids of the tokens that could be drawn in the rows that request them, int32, or None if no row does.
-
-    The ids are sorted by row, and ascending within a row.
-    """
+    """The tokens that could be drawn in each row that requests them, row by row, ascending, int32; None if no row does."""
     kept_counts: Tensor | None
     """The number of entries of each row in `kept_ids`, int64 [R], or None if no row requests them."""
 

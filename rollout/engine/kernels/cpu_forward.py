@@ -15,13 +15,14 @@ class NormKind(IntEnum):
     RMS = 0
     """weight * normalised input, rounded after the normalisation and after the product."""
     RMS_ROUNDED_ONCE = 1
+    """weight * normalised input, rounded once."""
     RMS_OF_ONE_PLUS_WEIGHT = 2
     """(1 + weight) * normalised input, rounded once."""
     LAYER_NORM = 3
 
 
 class RotaryKind(IntEnum):
-    """The mirror of the C++ enum `RotaryKind` in cpu_forward.h."""
+    """The mirror of the C++ enum `RotaryKind` in cpu_forward.h: which dimensions are rotated together."""
 
     HALVES = 0
     PAIRS = 1

@@ -1,9 +1,9 @@
 """Splits the keys of a decode step into parts. The device lists the parts from the positions, once for all layers.
 
-The keys of a row are split into parts of `SPLIT` tokens in every batch. The bits of a row therefore do not depend on the
-other rows. A launch has a fixed number of programs, enough to keep the device busy, and they divide the listed parts among
-themselves. Shapes are fixed and the host never waits for the device. The lists can therefore be captured in a CUDA graph,
-and each replay computes them from the current positions.
+The keys of a row are split into parts of `SPLIT` tokens in every batch. The bits of a row's result therefore do not depend
+on the other rows. A launch has a fixed number of programs, enough to keep the device busy. The programs divide the listed
+parts among themselves. Shapes are fixed and the host never waits for the device, so the lists can be captured in a CUDA
+graph. Each replay of the graph computes the lists from the current positions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ GPU. Writing and merging a part's result (one row of V per query head, in float3
 
 
 class PartList(NamedTuple):
-    """A list of the key parts of B rows: item i is part number i - begins[owners[i]] of row owners[i].
-
-    The list has begins[-1] items, and space for `capacity` items.
-    """
+    """A list of the key parts of B rows: item i is part number i - begins[owners[i]] of row owners[i]."""
 
     begins: Tensor
     """The index of each row's first item, followed by the number of items, int32 [B + 1]."""
@@ -38,7 +35,7 @@ class DecodeParts:
     """The parts of the keys of B rows with one query each. Each list is computed on first use.
 
     Args:
-        positions: last position that each row attends to, int32 or int64 [B]; negative: the row attends to nothing.
+        positions: last position that each row attends to, int32 or int64 [B]; negative if it attends to nothing.
         capacity: maximum length of every list, at least the number of parts (see `triton_attention.num_parts`).
     """
 
@@ -48,7 +45,7 @@ class DecodeParts:
         self._lists: dict[int, PartList] = {}
 
     def of(self, *, window: int | None = None) -> PartList:
-        """Return the parts that the rows attend to: all, or those with some of the last `window` positions."""
+        """Return the list of all parts or, with a `window`, of the parts that contain some of the last `window` keys."""
         key = window or 0
         if key not in self._lists:
             seen = self.positions + 1

@@ -153,10 +153,7 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Compute the attention of up to `tokens` queries of a chunk to their sequence's keys. Grid: tiles x KV heads.
-
-    Surplus tiles do nothing.
-    """
+    """Compute the attention of up to `tokens` queries of a chunk. Grid: tiles x KV heads. Surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     # Find the tile's chunk by binary search: the last chunk whose tiles begin at or before this one (see

@@ -6,8 +6,8 @@ Triton is missing, `load` warns once and plain torch is used.
 K and V are read in place, once for all the query heads that share them. Decode and prefill share one function: a matrix
 product with a row for each pair of a token in a chunk and a query head of the KV head. The keys of a decoding sequence are
 split into parts (`decode_parts`), and `merge` combines the parts' results by their log-sum-exp. The split does not depend on
-the batch, so neither do the bits of a row. Grids depend only on shapes, and the host never waits for the device, so every
-method can be captured in a CUDA graph.
+the batch, so neither do the bits of a row's result. Grids depend only on shapes, and the host never waits for the device.
+Every method can therefore be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rollout.engine.kernels.torch_paged import Rules
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_GROUP = 16, 512, 64
+"""The limits on head sizes, and on the number of query heads per KV head."""
 PROGRAMS = 32
 """The number of programs of a decode launch per multiprocessor.
 

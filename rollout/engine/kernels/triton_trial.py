@@ -24,6 +24,7 @@ from rollout.engine.kernels.triton_paged import TritonPaged
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The maximum difference from plain torch, by dtype, for inputs drawn from a standard normal distribution."""
 _CHUNK = 5
+"""The number of tokens in the trial's chunk."""
 _log = logging.getLogger(__name__)
 
 

@@ -34,6 +34,7 @@ from rollout.errors import ConfigError, InvalidRequestError, UnsupportedModelErr
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 MAX_RANK = 512
+"""The maximum rank of an adapter."""
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -76,8 +77,8 @@ def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
     Tensors keep their dtype, in which PEFT also computes, and are copied to the device of the layer that they change.
 
     Raises:
-        ConfigError: a file is missing or malformed; the adapter is not plain LoRA; or the model has no linear layer of this
-            name and shape.
+        ConfigError: a file is missing or malformed, the adapter is not plain LoRA, or the model has no linear layer that
+            matches the name and shape of an update.
     """
     try:
         config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))

@@ -27,9 +27,11 @@ from rollout.errors import EngineStateError
 from rollout.threads.interrupts import interruptible, uninterrupted
 
 IMPLEMENTATION = "rollout_paged"
+"""The name under which the engine's attention is registered with transformers."""
 BATCH_ARGUMENT = "rollout_batch"
+"""The keyword argument that passes the step's batch through the model to its attention layers."""
 TREE_PREFIX = "rollout_tree_"
-"""The prefix that is added to the name of a model's attention implementation while tree attention is attached."""
+"""The prefix of the name of a model's attention implementation while tree attention is attached."""
 SINKS = "s_aux"
 """The keyword argument in which layers pass their attention sinks, one per query head."""
 
@@ -69,6 +71,8 @@ class AttentionBatch(Protocol):
             query: [B, H, P, D] with H query heads of size D.
             key: [B, Hkv, P, D] with Hkv key-value heads.
             value: [B, Hkv, P, Dv].
+            scaling: factor of the scores; None means 1 / √D.
+            arguments: further keyword arguments that the layer passes to its attention function.
 
         Returns:
             [B, P, H, Dv].
@@ -85,7 +89,7 @@ def rollout_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention with the current batch. It is registered with transformers under `IMPLEMENTATION`."""
+    """Compute a layer's attention with the current batch. Transformers calls this function for `IMPLEMENTATION`."""
     batch: AttentionBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
     if batch is None:
         # Fall back to the context variable: the decoder layers of some models drop keyword arguments.

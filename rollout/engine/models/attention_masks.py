@@ -20,10 +20,7 @@ PROBE = "rollout_probe"
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of (batch, head, query position, key position) that returns whether the query attends to the key.
-
-The arguments are index tensors that broadcast.
-"""
+"""A function of index tensors (batch, head, query, key), which broadcast, that returns whether a query attends to a key."""
 
 
 class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows
@@ -43,10 +40,7 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def function_of(mask: Tensor) -> MaskFunction | None:
-    """Return the mask function attached to a mask, or to the tensor that the mask is a view of.
-
-    Return None if `probe_mask` did not create the mask.
-    """
+    """Return the function that `probe_mask` attached to a mask, or to the tensor that it is a view of, if any."""
     function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
     return function if function is not None or mask._base is None else function_of(mask._base)
 

@@ -32,14 +32,17 @@ from rollout.errors import UnsupportedModelError
 _log = logging.getLogger(__name__)
 
 HONOURED = frozenset({"sliding_window", "softcap", SINKS})
+"""The attention arguments that the engine implements."""
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
      "logits_to_keep", "output_router_logits"}
 )  # fmt: skip
+"""The attention arguments that the engine may ignore."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+"""The types of attention layers that the engine supports."""
 PROBE_TOKENS = 4
 DEFAULT_LENGTH = 2048
-"""The maximum sequence length, in tokens, if neither the configuration nor the model sets one."""
+"""The maximum sequence length, in tokens, if neither the engine's configuration nor the model sets one."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,11 @@ class ModelLayout:
     """The properties of a model that the engine needs: attention layers, states, dtypes, device, vocabulary."""
 
     layers: tuple[LayerShape, ...]
+    """The shapes of each attention layer's keys and values."""
     calls: tuple[AttentionCall, ...]
     """The attention parameters of each layer, in the order of `layers`."""
     layer_of: dict[nn.Module, int]
+    """The index of each attention module in `layers`."""
     mask_windows: dict[nn.Module, int | None]
     """The windows of layers whose mask disagrees with their argument `sliding_window`; None means no window."""
     kv_dtype: torch.dtype
@@ -79,7 +84,7 @@ class ModelLayout:
 
     @property
     def masks(self) -> tuple[object, ...]:
-        """The windows of all layers and masks, which determine the keys that each query attends to."""
+        """The windows of all layers and masks. If two layouts have equal `masks`, queries attend to the same keys."""
         return self.layer_of, self.mask_windows, [call.window for call in self.calls]
 
 

@@ -46,7 +46,7 @@ class RecurrentLayers:
         with_state = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
         stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
-        # Try the other names first: transformers 5.24 renames `past_key_values`.
+        # Try these names first, because transformers 5.24 renames `past_key_values`.
         argument = next((name for name in ("cache_params", "cache") if name in arguments), "past_key_values")
         return cls(frozenset(stateful), frozenset(stateless), argument)
 

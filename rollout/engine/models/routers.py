@@ -64,7 +64,7 @@ def routers_of(model: nn.Module) -> Routers:
     """Return the routers of `model`, which may be wrapped.
 
     Raises:
-        UnsupportedModelError: the model has no routers, or their numbers of experts are unknown or not all the same.
+        UnsupportedModelError: the model has no routers, or the routers' numbers of experts are unknown or differ.
     """
     name, kinds = type(model).__name__, tuple(_router_classes(model.modules()))
     found = [module for module in model.modules() if kinds and isinstance(module, kinds)]

@@ -27,7 +27,7 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
         windows: number of last positions that a token attends to in each layer; None means all.
         ids: token ids, int64 [B, T].
         packing: the real tokens of `ids`.
-        keep: number of last columns to keep (0: all columns), or indices of the columns, int64 [K].
+        keep: number of last columns to keep, 0 to keep all columns, or indices of the columns to keep, int64 [K].
     """
     decoder = model.model
     tables = rotary_tables(decoder.rotary_emb, decoder.embed_tokens.weight.dtype, packing.longest)

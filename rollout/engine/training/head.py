@@ -213,8 +213,11 @@ class _Asked(NamedTuple):
     ids: Tensor
     """The vocabulary id of each single logit, int64 [E]."""
     sums: bool
+    """Whether to compute the log-sum-exp of each state's logits / temperature."""
     entropy: bool
+    """Whether to compute the entropy of each state."""
     top_k: int
+    """The number of most likely tokens to read per state."""
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return the indices of the single logits inside a tile, and their rows and columns within the tile."""
@@ -243,7 +246,9 @@ class _Lane(NamedTuple):
     parameters: tuple[Tensor, ...]
     """The parameters whose gradients the tiles compute: weight and bias of a linear head, else all trainable ones."""
     linear: bool
+    """Whether the head is a plain `nn.Linear`."""
     autocast: torch.dtype | None
+    """The dtype of autocast in the forward pass; None if autocast is off."""
     row: Tensor
     """The head's output for the first hidden state, [1, 1, vocabulary size]."""
     random: tuple[Any, ...]
@@ -277,7 +282,7 @@ class _Columns:
         lane: the head.
         states: the hidden states.
         parameters: weight and bias of the head.
-        needed: whether the gradients of the states and of each parameter are needed; empty: no gradients are needed.
+        needed: whether the gradients of the states and of each parameter are needed; empty if no gradients are needed.
     """
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:

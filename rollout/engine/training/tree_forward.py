@@ -3,7 +3,7 @@
 While tree attention is attached, the model's attention implementation is our wrapper around the model's own. A tree is
 passed as the `attention_mask`, int32 [1, 1, 2 or 3, L] (see `rollout.manager.batch.tree`). Transformers passes a
 four-dimensional mask unchanged to every layer. So do gradient checkpointing (even when it recomputes in the backward pass),
-DDP, FSDP and PEFT. For any other mask, the model's own implementation runs. The model gets no hooks or changed modules.
+DDP, FSDP and PEFT. For any other mask, the model's own implementation runs. No hook is added, and no module is changed.
 
 Inside `paths_of(model)`, the tokens of a forward pass continue a path of earlier tokens, whose keys and values are stored.
 The gradients of these keys and values are summed, and the backward pass of the earlier tokens uses the sums.
@@ -195,10 +195,7 @@ def _attention(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute tree attention if the mask is a tree, and otherwise call the implementation `own`.
-
-    The function is registered with transformers' `AttentionInterface`.
-    """
+    """Compute tree attention if the mask is a tree. Otherwise call the model's own implementation, whose name is `own`."""
     if not _is_tree(attention_mask):
         return attention_of(module, own)(module, query, key, value, attention_mask, **arguments)
     assert attention_mask is not None
