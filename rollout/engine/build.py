@@ -82,7 +82,7 @@ class EngineBase:
         return dtype_named(self.config.autocast_dtype)
 
     def under_autocast(self) -> AbstractContextManager[object]:
-        """Return the autocast context that the engine's forward passes run under."""
+        """Return the autocast context for the engine's forward passes."""
         return (
             nullcontext() if self.autocast is None else torch.autocast(self.guard.training_device.type, self.autocast)
         )
@@ -172,7 +172,7 @@ def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
 
     Raises:
         UnsupportedModelError: the changed attention layers need a feature that the engine does not support.
-        EngineStateError: settings have changed, but several ranks compute together, so one cannot rebuild its parts alone.
+        EngineStateError: settings have changed, but several ranks compute together, and one rank cannot rebuild alone.
     """
     if not (names := parts.watch.changed_settings()):
         return parts

@@ -5,7 +5,7 @@ Always true:
 - an exception inside a step fails the requests of that step (`rollout.engine.parts.stepper`), and the engine continues;
 - whenever no engine method is running, the trainer's model is exactly as the trainer left it;
 - sharded weights are gathered before the first step and released after the last one; steps run only in between;
-- a request runs only while the adapters that were active when it was accepted are active again.
+- a request runs only while the same adapters are active as when the request was accepted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DynamicInferenceEngine:
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)
             """The model and its weights, with the check for weight changes that were not announced."""
             self.peers = Peers(self.weights, config)
-            """The ranks that compute forward passes together with this one."""
+            """The ranks that compute forward passes together with this rank."""
             self.adapters = LoraAdapters(self.weights.sampled)
             """The LoRA adapters that requests may name."""
             self._base = EngineBase(
@@ -117,7 +117,7 @@ class DynamicInferenceEngine:
     def describe_state(self) -> Iterator[str]:
         """Yield lines of text for `rollout.threads.diagnosis`.
 
-        They describe lifecycle, holds, lock, scheduler, last step and oldest samples.
+        The lines describe the lifecycle, holds, lock, scheduler, last step and oldest samples.
         """
         yield f"engine of {type(self.model).__name__}: {self.state.value}, policy version {self.policy_version}"
         yield (
@@ -187,7 +187,7 @@ class DynamicInferenceEngine:
 
     @contextmanager
     def stepping(self, *, follow: bool = True) -> Iterator[None]:
-        """Open a block of steps that treats the module as unchanged. `follow`: whether to call `follow_model` first."""
+        """Open a block of steps that treats the module as unchanged. If `follow` is True, call `follow_model` first."""
         if follow:
             self.follow_model()
         with self.installation:
@@ -263,7 +263,7 @@ class DynamicInferenceEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[DynamicInferenceRequest]:
-        """Run prompts until they finish. A second thread's call waits until the first one returns.
+        """Run prompts until they finish. If another thread is generating, wait until its call returns first.
 
         The next `step` returns other callers' requests that finish during this call. If this call raises, the next `step`
         also returns this call's requests.

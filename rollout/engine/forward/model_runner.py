@@ -171,7 +171,7 @@ class ModelRunner:
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
-        """Return a step's rows with their image masks, and the image inputs of its forward pass (None if no images)."""
+        """Return a step's rows with their image masks, and the image inputs for its forward pass, or None without images."""
         pictured = any(each.images.items for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)

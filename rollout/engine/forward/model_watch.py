@@ -54,7 +54,7 @@ _SMALL_BYTES = 1 << 16
 
 
 class ModelWatch:
-    """Reads one model's active adapters, forward key and masks, and detects whether they have changed.
+    """The reader of one model's active adapters, forward key and masks, which detects whether they have changed.
 
     Args:
         layout: the model's layout when the engine was built.

@@ -36,7 +36,7 @@ VERIFY_TOKENS = 12
 
 
 class ModuleForward:
-    """Runs the module's own `forward` with paged attention.
+    """The module's own forward pass, with paged attention instead of the module's attention.
 
     Args:
         vision: the model's image support, which prepares the inputs of steps with images.
@@ -110,7 +110,8 @@ class ModuleForward:
     ) -> Tensor:
         """Compute logits [B, len(keep), V] for B rows of L token ids each, at columns `keep` of every row.
 
-        If `keep` is empty, the result has the logits of the last column, [B, 1, V].
+        `rows` describes the same positions. `states` are their recurrent states, `images` their image inputs, if any. If
+        `keep` is empty, the result has the logits of the last column, [B, 1, V].
         """
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1

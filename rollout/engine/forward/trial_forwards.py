@@ -115,7 +115,7 @@ def _verify(
 
 
 def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine: Callable[[float], bool]) -> float:
-    """Return the largest difference between the logits after `tokens`, in chunks ending at `cuts`, and the model's own.
+    """Return the largest difference between the logits after `tokens`, computed in chunks ending at `cuts`, and the model's.
 
     The difference is relative to the largest of the model's own logits (at least 1). If `fine` rejects it and the model has
     routers, the model's own forward pass is repeated with the chunks' expert choices, because rounding may decide between
@@ -167,7 +167,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
-    """Open a block in which a runner's attribute `lane`, `graphs` or `fused`, is None. Yield the attribute's value."""
+    """Open a block in which the runner's attribute named `lane` (`graphs` or `fused`) is None. Yield its old value."""
     faster = getattr(runner, lane)
     setattr(runner, lane, None)
     try:

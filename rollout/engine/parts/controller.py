@@ -51,7 +51,7 @@ class TextGenerationController:
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids, or an `ImagePrompt` if the prompt has images.
 
-        Chat messages are rendered with the chat template, generation prompt included.
+        Chat messages are rendered with the chat template, which also adds the generation prompt.
 
         Raises:
             TypeError: the prompt is not text, token ids, chat messages or a processor's output.
@@ -88,7 +88,7 @@ class TextGenerationController:
             options = {"chat_template": self.chat_template, "add_generation_prompt": True}
             try:
                 written = tokenizer.apply_chat_template(messages, tokenize=not images, return_dict=False, **options)
-            # Catch every exception: a template is third-party code and may raise any.
+            # Catch every exception: a template is third-party code and may raise an exception of any class.
             except Exception as exc:
                 raise InvalidRequestError(f"the chat template refuses these messages: {exc}") from exc
             return self.process(written, images) if images else [int(token) for token in written]

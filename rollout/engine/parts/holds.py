@@ -121,7 +121,7 @@ class Holds:
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
         """Open a block in which `holder` requests `level`.
 
-        Blocks of one holder may nest or overlap. The end of the last one releases the hold. A stopped engine is left alone.
+        Blocks of one holder may nest or overlap. The end of the last one releases the hold. A stopped engine is not held.
         """
         with self._engine.locked():
             if self._engine.state is not EngineState.STOPPED:

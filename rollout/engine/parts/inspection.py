@@ -31,7 +31,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """Reads the state of one engine."""
+    """The part of one engine that reports the engine's state."""
 
     _config: InferenceConfig
     _max_sequence_length: int

@@ -1,4 +1,4 @@
-"""Accepts requests: checks prompts and records, assigns request ids, builds the samples and queues them."""
+"""The intake of requests, which checks prompts and records, assigns request ids, builds the samples and queues them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rollout.threads.interrupts import uninterrupted
 
 @dataclass(eq=False)
 class Intake:
-    """Queues the requests of one engine.
+    """The part of one engine that accepts and queues requests.
 
     Args:
         _clock: function that returns the time in seconds, for arrival times.
@@ -217,6 +217,8 @@ class Intake:
     ) -> Sample:
         """Build the samples `indices` of a new request. Return the first one, whose `siblings` are the other samples.
 
+        `number` is the request id, `order` the position in the queue for equal priorities, `version` the policy version.
+
         Raises:
             InvalidRequestError: the request can never be served.
         """
@@ -331,7 +333,7 @@ class Intake:
             raise InvalidRequestError(f"request {number}: {exc}", number) from exc
 
     def clamped(self, number: int, tokens: list[int], params: SamplingParams) -> SamplingParams:
-        """Check prompt tokens and parameters. Return the parameters with `max_tokens` clamped to the context length.
+        """Check prompt tokens and parameters. Return the parameters with `max_tokens` clamped to the maximum length.
 
         Raises:
             InvalidRequestError: a request with this prompt and these parameters can never be served.

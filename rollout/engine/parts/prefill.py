@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Prefill:
-    """Computes logits of given sequences with the parts of one engine. The caller holds the engine's lock."""
+    """The computation of logits with the parts of one engine. The caller of `run` must hold the engine's lock."""
 
     _config: InferenceConfig
     _runner: ModelRunner

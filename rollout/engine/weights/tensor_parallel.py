@@ -1,8 +1,8 @@
 """Functions that find the device meshes over which a model is tensor-parallel or expert-parallel.
 
 A parameter is tensor-parallel if it is a DTensor on a mesh dimension that FSDP2 does not gather, whether transformers'
-`tp_plan` or torch's `parallelize_module` created it. Other parallelism raises `UnsupportedModelError`. The size of
-transformers' expert mesh, `ep_size`, tells how experts are split:
+`tp_plan` or torch's `parallelize_module` created it. For other parallelism, the functions raise `UnsupportedModelError`.
+Transformers' options `ep_size` and `tp_size` determine how experts are split:
 
     ep_size == tp_size    each rank of the tensor-parallel group holds some experts; the group shares every batch
     ep_size > tp_size     ranks with their own batches exchange tokens inside each layer: an expert-parallel group
