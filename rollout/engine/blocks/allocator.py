@@ -152,7 +152,7 @@ class BlockAllocator:
         np.add.at(self.ref_count, blocks, 1)
 
     def release(self, blocks: IntArray) -> None:
-        """Drop one reference to each of `blocks`, listed in chain order."""
+        """Drop one reference to each of `blocks`, which are in chain order, so that later blocks are evicted first."""
         np.subtract.at(self.ref_count, blocks, 1)
         counts = self.ref_count[blocks]
         if (counts < 0).any():
@@ -186,7 +186,7 @@ class BlockAllocator:
         Args:
             block: the block, held by the caller.
             block_hash: hash of the chain up to and including this block.
-            parent: the registered block before it in the chain, or `NO_BLOCK`.
+            parent: the registered block before it in the chain, or `NO_BLOCK` if it is the chain's first.
             tokens: [block_size] int32, the token ids of the block.
 
         Returns:
@@ -209,7 +209,7 @@ class BlockAllocator:
 
         Args:
             blocks: the blocks to load, in chain order.
-            parent: the registered block before the first of `blocks`, or `NO_BLOCK`.
+            parent: the registered block before the first of `blocks`, or `NO_BLOCK` if the chain starts with `blocks`.
 
         Returns:
             The ids of the new blocks, which are registered and have one reference each.

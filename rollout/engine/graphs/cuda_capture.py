@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """Captures graphs on a private stream. All graphs share one memory pool, since only one runs at a time."""
+    """A CUDA device whose graphs are captured on a private stream. They share a memory pool: only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

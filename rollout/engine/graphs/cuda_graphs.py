@@ -38,7 +38,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 GRAPH_BYTES = 2**23
 """The assumed size of one graph in bytes until all are captured: about 1,600 kernels that take about 5 KiB each."""
 LEAST_LACKING = 2**26
-"""The minimum number of bytes to keep free for graphs once a capture has run out of memory."""
+"""The minimum number of bytes to keep free for missing graphs after a capture has run out of memory."""
 LEAST_WORKSPACE = 2**26
 """The initial size, in bytes, of the workspace for the attention results of each part of the keys, before they are merged.
 
@@ -123,7 +123,7 @@ class GraphedDecode:
         return self._device.graph_bytes + missing
 
     def expect(self, peak: int, positions: int) -> None:
-        """Estimate the memory of the graphs from an eager step of this many positions that took `peak` bytes."""
+        """Estimate the memory of the graphs, given that an eager step of `positions` positions took up to `peak` bytes."""
         if not self.captured:
             pool = self._sizes[-1] * peak // positions
             self._expected = max(self._expected, pool + len(self._sizes) * GRAPH_BYTES)

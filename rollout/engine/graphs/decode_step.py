@@ -159,6 +159,7 @@ class TritonDecode:
         """Write the keys and values of B rows into the cache, then compute their attention.
 
         Args:
+            layer: index of the attention layer in the cache.
             query: [B, H, D] with H query heads of size D.
             key: [B, Hkv, D] with Hkv key-value heads.
             value: [B, Hkv, Dv].

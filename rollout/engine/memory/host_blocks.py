@@ -29,7 +29,7 @@ Slots = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class HostMemoryError(MemoryError):
-    """Raised if the host lacks the memory, which must be pinned for CUDA."""
+    """The error raised if the host lacks memory for blocks. For CUDA, this memory must be pinned."""
 
 
 class HostBlocks:

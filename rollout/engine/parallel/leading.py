@@ -30,6 +30,7 @@ BEAT_S = 1.0
 """The minimum time without messages, in seconds, before the first rank sends one that only reports that it is alive."""
 
 FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
+"""The kinds of message: compute a forward pass; nothing to do; report whether the last pass failed; return from `follow`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class Leader(Together):
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
-        """Inside the `with` block, let this rank's forward passes run on the other members too, which call `follow`.
+        """Run the forward passes of the `with` block on the other members too, which must call `follow` meanwhile.
 
         Args:
             outcome: function of the exception raised in the block, or of None if there was none. When the block exits, the

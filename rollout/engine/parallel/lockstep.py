@@ -20,7 +20,7 @@ from rollout.engine.parallel.leading import ForwardWork, Together
 from rollout.errors import EngineStateError, UnsupportedModelError
 
 LEFT, BUSY, IDLE, DONE = range(4)
-"""The states of a rank before a round: failed and left, has a forward pass to compute, waits for work, reached its goal."""
+"""A rank's state before a round: it left with an error, has a forward pass to compute, waits for work, or has finished."""
 
 
 class Lockstep(Together):
@@ -37,7 +37,7 @@ class Lockstep(Together):
         self._empty: dict[nn.Module, tuple[Tensor, ...]] = {}
         """The inputs without tokens of each expert module."""
         self._done: list[nn.Module] | None = None
-        """The expert modules called in this round; None: there is no round."""
+        """The expert modules called in the current round; None outside a round."""
         self._inside = False
 
     @contextmanager
@@ -89,7 +89,7 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Run a round, with at most one forward pass inside the block. On exit, call the expert modules not called in it.
+        """Run a round: at most one forward pass inside the block. On exit, call the expert modules that were not called.
 
         Raises:
             EngineDeadError: a rank is lost, or this rank failed inside an expert module.

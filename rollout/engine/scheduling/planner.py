@@ -100,7 +100,7 @@ class StepPlanner:
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Reserve blocks for a sequence's next `count` positions, evicting younger sequences if needed.
 
-        Return False if there are still too few blocks. A decoding sequence is then evicted itself.
+        Return False if there are still too few blocks. In that case, a decoding sequence is itself evicted.
         """
         queues = self._queues
         while not queues.blocks.reserve(sequence.row, count):

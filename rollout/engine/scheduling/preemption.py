@@ -66,7 +66,7 @@ class Preemption:
         self._queues.allocator.forget_copies()
 
     def start_over(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Free all rows and blocks after an exception inside a scheduler call.
+        """Free all rows and blocks, after an exception inside a scheduler call may have left them inconsistent.
 
         Args:
             sequences: all sequences that were added and have not finished.
@@ -108,6 +108,7 @@ class Preemption:
         return lost
 
     def _restart(self, sequence: Sequence) -> None:
+        """Make all tokens of a sequence its prompt, whose KV will be recomputed."""
         request = sequence.request
         if request.generated_tokens:
             request = sequence.record.checkpoint()

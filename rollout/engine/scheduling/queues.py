@@ -45,7 +45,7 @@ class Queues:
         self.reset_active()
 
     def reset_active(self) -> None:
-        """Forget every active sequence. The caller must reset rows and blocks."""
+        """Forget every active sequence. The caller must also free all table rows and blocks."""
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.by_row: dict[int, Sequence] = {}

@@ -145,7 +145,7 @@ class StepResults:
     def _keep(
         self, rows: IntArray, kept: list[bytes], indices: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
-        """Record the kept sets of the sampled tokens at `indices`, except for tokens whose log-prob is NaN."""
+        """Record the token sets (`StepTokens.kept`) of the sampled tokens at `indices`, except tokens with log-prob NaN."""
         by_row, total = self._queues.by_row, 0
         for row, index, good in zip(rows.tolist(), indices.tolist(), (logprobs == logprobs).tolist(), strict=True):
             packed = kept[index]

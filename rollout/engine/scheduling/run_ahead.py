@@ -21,6 +21,7 @@ MOST_WITH_TEXT = 8
 _NEWEST = 0.2
 """The weight of the newest step in the running mean."""
 _OUTLIER = 3.0
+"""The ratio of a step's duration to the estimate (or of the estimate to the duration) that makes the step an outlier."""
 
 
 class StepCost:

@@ -60,7 +60,7 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """Extend a step of decodes by as many further decode steps as can be made in the same call."""
+        """Turn a decode step into a run of as many decode steps as may be made in one call (see `run_ahead.run_ahead`)."""
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
@@ -146,8 +146,7 @@ class Scheduler(Queues):
                 for each in gone:
                     self.table.write_back(each)
                     self.deactivate(each)
-            # Have the removed sequences' memory zeroed before reuse: it may hold NaN, because the KV of an unfinished
-            # prefill or a failed step was never checked.
+            # Have this memory zeroed before reuse: the KV of an unfinished prefill or failed step was not checked for NaN.
             self.allocator.pages.poison(memory)
         return removed
 

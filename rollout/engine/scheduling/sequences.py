@@ -1,8 +1,7 @@
 """Mutable scheduling state: one `Sequence` per sample, its images, and a table of the active sequences. No tensors.
 
 The table is a structure of arrays, so that a step over thousands of sequences takes only a few numpy calls. A sequence owns
-a table row while it is active. Its record is updated from the row only when the sequence gives up the row, or when the
-engine's caller reads the record.
+a table row while it is active. Its record is updated only when the sequence gives up the row or a caller reads records.
 """
 
 from __future__ import annotations
@@ -249,13 +248,13 @@ class SequenceTable:
         stop_ids: [S, K], up to K stop ids per row, padded with `NO_TOKEN`.
         blocks: [S, B], up to B block ids per row (the block table), padded with `NO_BLOCK`.
         num_blocks: [S], the number of blocks in each row's block table.
-        state: [S], the slot of the sequence's recurrent states. `NO_SLOT`: the model has no such states, or the sequence has
-            no slot yet.
+        state: [S], the slot of the sequence's recurrent states, or `NO_SLOT` if the model has no such states or the sequence
+            has no slot yet.
         trail: [S], the block at whose end a decode step last kept a snapshot of the state, or `NO_BLOCK`.
         chain: [S] int64, the hash of the chain of leading blocks that were registered or found in the cache.
         chained: [S], the number of blocks in this chain.
         position_shift: [S], the number to add to a position after the prompt to get its rotary position; 0 without images.
-        current: [S] bool, whether a new request would compute the same KV (same weights, variant and forward settings).
+        current: [S] bool, whether weights, variant and forward settings have not changed since the row was filled.
         plain: [S] bool, whether no per-token Python code is needed (no stop strings, no top log-probs).
         read_routes: function that reads recorded expert routes; None if no routes are recorded.
     """
