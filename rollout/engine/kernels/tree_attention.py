@@ -48,8 +48,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
         query: [1, H, S, D] with H query heads of size D.
         key: [1, Hkv, L, D] for all L tokens; H is a multiple of the number Hkv of key-value heads.
         value: [1, Hkv, L, Dv].
-        tree: int32 [1, 1, 2 or 3, L]. For each token it has the index after the token's subtree, the token's position and,
-            if images attend in both directions, the last token of the token's image.
+        tree: int32 [1, 1, 2 or 3, L]. The rows have for each token the index after its subtree, its position and,
+            if images attend in both directions, the last token of its image.
         scores: rules for the scores.
 
     Returns:
@@ -130,7 +130,7 @@ _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
-    """Return FlexAttention's mask for the queries from token `start` on. For `window` and `causal`, see `Scores`.
+    """Return FlexAttention's mask for the queries from token `start` on. If `causal`, images do not attend forward.
 
     The mask is computed from each block's smallest and largest entries of `tree`, without an [L, L] array.
     """

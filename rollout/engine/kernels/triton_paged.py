@@ -4,7 +4,7 @@ Triton comes with torch on CUDA. `load` imports it; each kernel of `triton_kerne
 Triton is missing, `load` warns once and plain torch is used.
 
 K and V are read in place, once for all the query heads that share them. Decode and prefill share one function: a matrix
-product with a row for each pair of a token in a chunk and a query head of the KV head. The keys of a decoding sequence are
+product with one row for each token of a chunk and each query head of the KV head. The keys of a decoding sequence are
 split into parts (`decode_parts`), and `merge` combines the parts' results by their log-sum-exp. The split does not depend on
 the batch, so neither do the bits of a row's result. Grids depend only on shapes, and the host never waits for the device.
 Every method can therefore be captured in a CUDA graph.

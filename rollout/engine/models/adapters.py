@@ -77,8 +77,8 @@ def read_adapter(model: nn.Module, folder: str | PathLike[str]) -> LoraAdapter:
     Tensors keep their dtype, in which PEFT also computes, and are copied to the device of the layer that they change.
 
     Raises:
-        ConfigError: a file is missing or malformed, the adapter is not plain LoRA, or the model has no linear layer that
-            matches the name and shape of an update.
+        ConfigError: a file is missing or malformed, the adapter is not plain LoRA, or an update does not match the name and
+            shape of a linear layer in the model.
     """
     try:
         config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))

@@ -146,12 +146,13 @@ class PagedBatch:
     layer_of: dict[nn.Module, int]
     """The index of each attention module's layer in the cache."""
     slots: Tensor
-    """The token slot (block * block_size + offset) of each position of the forward pass, int64 [B * P]."""
+    """The token slot (block * block_size + offset) of each of the forward pass's B * P positions, int64 [B * P]."""
     attention: PagedAttention
     """The attention kernel, bound to the rows of this step."""
     windows: Mapping[nn.Module, int | None]
     """The windows that replace layers' argument `sliding_window`; None means no window. See `ModelLayout.mask_windows`."""
     write: CacheWrite = write_slots
+    """The function that writes a layer's keys and values into the cache."""
     unwindowed: PagedAttention | None = None
     """The attention kernel for layers without a window; if None, these layers also use `attention`."""
 
@@ -317,7 +318,7 @@ def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Return every configuration object with an attention implementation, except those of vision and audio towers."""
+    """Return the configuration objects that name an attention implementation, except the vision and audio towers' own."""
     found: dict[int, Any] = {}
     own = getattr(model, "config", None)
     towers = tuple({type(getattr(own, name)) for name in _TOWERS if getattr(own, name, None) is not None})

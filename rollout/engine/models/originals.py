@@ -95,7 +95,7 @@ class Checks:
 
 
 def require(ok: bool, why: str) -> None:
-    """Raise `Unfusable` unless `ok`."""
+    """Raise `Unfusable` with the message `why` unless `ok`."""
     if not ok:
         raise Unfusable(why)
 

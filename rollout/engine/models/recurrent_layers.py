@@ -31,7 +31,7 @@ class RecurrentLayers:
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
         """Return the layers that a text model's configuration describes.
 
-        `stateful` is empty if this version of transformers has no cache protocol for such layers.
+        `stateful` is empty if the installed version of transformers has no cache protocol for stateful layers.
         """
         layers: Sequence[object] = ()
         if hasattr(DynamicCache, "get_conv_state"):

@@ -1,7 +1,7 @@
 """The base class of vision-language model families: splits images into items, encodes them and computes their positions.
 
 An *item* is an image, one tile of an image, or a video. The vision tower encodes each item separately, so the embeddings do
-not depend on the batch and can be shared. Both computations use the model's own functions.
+not depend on the batch and can be shared. The model's own functions compute embeddings and positions.
 """
 
 from __future__ import annotations

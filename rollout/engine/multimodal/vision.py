@@ -187,7 +187,7 @@ class Vision:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def text_ids(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of `ids` in which placeholder tokens replace the scheduler's image keys, which are negative."""
+        """Return `ids` with placeholder tokens in place of the scheduler's image keys, which are negative."""
         if self.image_token is None:
             return ids
         plain = np.where(ids < 0, self.image_token, ids)

@@ -25,7 +25,7 @@ KEPT = 128
 """The maximum number of compiled constraints that are cached for later requests."""
 
 Bits = NDArray[np.uint8]
-"""The masks of K rows over V tokens, [K, ceil(V / 8)]: bit v % 8 of byte v // 8 is set if token v may come next."""
+"""The masks of K rows over V tokens, [K, ceil(V / 8)]. Bit v % 8 of byte v // 8 is set if token v is allowed next."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
 
 Sets = tuple[Tensor, Tensor] | tuple[None, None]
-"""The kept tokens of R rows: all ids [K] int32, row after row, ascending within a row; and the number of ids of each row [R]
-int64, which is 0 for rows that do not return their kept tokens."""
+"""The kept tokens of R rows, as (ids, counts). The ids [K] int32 of all rows are concatenated, and ascending within a row.
+The counts [R] int64 are 0 for rows that do not return their kept tokens."""
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
 """The token ids of one row: (prompt, completion)."""
 

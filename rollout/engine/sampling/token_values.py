@@ -20,8 +20,8 @@ ValueFunction = Callable[[Tensor], Tensor]
 class TokenValues:
     """Collects the hidden states of a step's forward passes, and computes values from them.
 
-    A step may run several forward passes in any order, so each hidden state has a key: the KV cache slot of its position,
-    which is unique within the step.
+    A step may run several forward passes in any order, so each hidden state has a key. The key is the KV cache slot of the
+    state's position, which is unique within the step.
 
     Args:
         model: the model, whose output embeddings read the hidden states.

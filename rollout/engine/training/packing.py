@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.errors import UnsupportedModelError
 
 SHORTEST = 0.75
-"""The minimum length of the sequences in one attention call, as a share of the longest one's. It bounds the padding."""
+"""The minimum length of a sequence in an attention call, relative to the call's longest one. It bounds the padding."""
 
 
 @dataclass(frozen=True, eq=False)
