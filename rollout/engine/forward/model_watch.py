@@ -1,7 +1,7 @@
 """Detection of changes to the model's forward pass, apart from weight changes.
 
-Cached KV is shared only under an equal *forward key*. Whenever the caller may have used the module, the module epoch rises
-and the key is computed again. It contains:
+Cached KV is shared only under an equal *forward key*. Whenever the caller may have changed the module, the module epoch
+rises and the key is computed again. It contains:
 
 - autocast and its dtype, the precision of float32 matrix products, and torch's global module hooks;
 - the class of each module, its hooks, plain attributes, functions, and tensors that are not weights;
