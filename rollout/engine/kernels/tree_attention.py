@@ -102,7 +102,7 @@ def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor
 
 FLEX_BLOCK = 128
 ALIGNMENT = FLEX_BLOCK
-"""The divisor of the first query's index, so that the first query starts a block in every kernel."""
+"""The number that must divide the first query's index, so that the first query starts a block in every kernel."""
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:

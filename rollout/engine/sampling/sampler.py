@@ -289,7 +289,7 @@ def _chosen(weights: Tensor, ends: Tensor, greedy_ids: Tensor | None, rows: Samp
     if greedy_ids is not None and rows.all_greedy:
         return greedy_ids
     total = ends[:, -1]
-    # Limit the draw to total - 1: for the largest uniforms the product rounds up to the total itself.
+    # Limit the draw to total - 1: if a uniform number is close to 1, the product may round up to the total.
     draw = torch.minimum((uniforms(rows.key, positions) * total).to(torch.int64), total - 1)
     drawn = _first_above(weights, ends, draw)
     return drawn if greedy_ids is None else torch.where(rows.greedy, greedy_ids, drawn)

@@ -409,7 +409,7 @@ class _Read(torch.autograd.Function):
                 owners=torch.cat([asked.owners, each]), ids=torch.cat([asked.ids, top_ids.flatten()])
             )
             of_single = torch.cat([of_single, of_top.flatten()])
-        # Skip the sums if they were not computed (every token has a kept set): -inf would make the gradient NaN.
+        # Skip the sums if they were not computed (every token has a kept set): their -inf would make the gradient NaN.
         by_sum, by_entropy = (
             asked.tempered(each.clone(), slice(None)) if each is not None and asked.sums else None
             for each in (of_sums, of_entropies)
