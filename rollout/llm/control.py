@@ -1,6 +1,6 @@
-"""Control operations of an `LLM`, on its own or all ranks' engines: scoring, weights, adapters, prefix-cache resets.
+"""The control operations of an `LLM` on one or all engines: scoring, weights, adapters, prefix-cache resets.
 
-No step runs while weights change. An engine that was paused or suspended before the call stays so.
+No step runs while weights change. An engine that was paused or suspended before a call is paused or suspended after it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class LLMControl:
             InvalidRequestError, ConfigError: see `RolloutManager.score`.
             EngineStateError: the engine is paused, suspended or stopped.
             EngineDeadError: the engine is dead.
-            RuntimeError: the call came from the private loop's own thread.
+            RuntimeError: the call was made on the private loop's thread, which it would block.
         """
         self._loop.refuse_inside("score()")
         return Scorer(self.engine, lambda: self._long_call("score")).score(
@@ -130,7 +130,7 @@ class LLMControl:
         )
 
     def flush_prefix_cache(self) -> int:
-        """Evict cached blocks that no request uses, on every rank of a coordinator; return the number of evicted blocks.
+        """Evict cached blocks that no request uses, with a coordinator on every rank; return the number of evicted blocks.
 
         Raises:
             RuntimeError: this rank is not primary. `llm.engine.flush_prefix_cache()` evicts this rank's own blocks.
@@ -145,14 +145,14 @@ class LLMControl:
     # --- weights and memory -----------------------------------------------------------------------------------------
 
     def weights_updated(self, version: int | None = None) -> int:
-        """Announce changed weights; return the new policy version: `version`, or the current version + 1.
+        """Announce changed weights; return the new policy version: `version`, or the current version + 1 if None.
 
         Call it on every rank. It also resumes the steps that `before_optimizer_step` stopped; the optimizer hook calls
-        both methods. A version below the current one raises `ConfigError`.
+        both methods. A `version` below the current version raises `ConfigError`.
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
-            # Update and gather at one step boundary: no step may run while the weights are scattered.
+            # Announce and gather at the same step boundary: no step may run while the weights are sharded.
             with self.engine.locked():
                 self.engine.weights_updated(version)
                 if BLOCK not in self.engine.holds:
@@ -164,7 +164,7 @@ class LLMControl:
         """Stop the steps before the weights change: no forward pass runs until `weights_updated`.
 
         Args:
-            mode: what happens to the KV cache; "persist" keeps it on the device. None: the configured mode.
+            mode: what happens to the KV cache; "persist" keeps it on the device. If None, the configured mode is used.
         """
         self.refuse_in_group("before_optimizer_step")
         chosen = KVCacheManagementMode.parse(mode)
@@ -177,7 +177,7 @@ class LLMControl:
         """Stop this rank's steps and suspend its KV cache for a `with` block; both resume on exit.
 
         Args:
-            mode: what happens to the KV cache; None: the configured mode.
+            mode: what happens to the KV cache; if None, the configured mode is used.
         """
         self.refuse_in_group("suspended")
         try:
@@ -198,11 +198,12 @@ class LLMControl:
     def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
         """Load a folder of safetensors into every rank's model and announce the update; return the policy version.
 
-        Running requests continue under the new weights; no step runs during the call.
+        Running requests continue under the new weights; no step runs during the call. If `version` is None, the new policy
+        version is the current version + 1.
 
         Raises:
             ConfigError: the folder does not fit the model, or `version` is too low. No weight was changed.
-            ControlError: the folder does not fit or is missing on some of several ranks; the message names them.
+            ControlError: with several ranks, the folder does not fit or is missing on the ranks that the message names.
             RuntimeError: this rank is not primary.
         """
         self.refuse_in_group("load_weights")
@@ -223,14 +224,15 @@ class LLMControl:
         The model, and requests that name no adapter, do not change.
 
         Args:
+            name: name under which requests use the adapter.
+            folder: folder that PEFT saved. With several ranks, every rank must be able to read it under this path.
             replace: whether to replace a loaded adapter of that name. Requests that use the old adapter continue with
-                the new one, and the policy version rises by 1.
+                the new adapter, and the policy version rises by 1.
 
         Raises:
-            ConfigError: the name is in use and `replace` is False, or the adapter does not fit the model. Nothing was
-                changed.
-            ControlError: the adapter does not fit or is missing on some ranks; the message names them. It is then
-                unloaded from all ranks.
+            ConfigError: the name is in use and `replace` is False, or the adapter does not fit. Nothing was changed.
+            ControlError: the adapter does not fit or is missing on the ranks that the message names. If other ranks have
+                loaded it, it was unloaded from all ranks.
             UnsupportedModelError: requests for this model cannot name adapters.
             RuntimeError: this rank is not primary.
         """
@@ -275,7 +277,7 @@ class LLMControl:
         version: int,
         undo: Callable[[InferenceClient], Awaitable[object]] | None = None,
     ) -> int:
-        """Run `load` on every rank and announce `version`. If it fails on only some ranks, run `undo` on every rank."""
+        """Run `load` on every rank and announce `version`. If `load` fails on only some ranks, run `undo` on every rank."""
         self._loop.refuse_inside(f"{what}()")
         assert self._job is not None
         running, size = self.engine.state is EngineState.RUNNING, self._job.world_size
@@ -290,8 +292,8 @@ class LLMControl:
                     if len(exc.engines) < size:
                         if undo is not None:
                             await undo(client)
-                        # Announce the version to all ranks: the ranks that have loaded must not use KV of the old
-                        # weights.
+                        # Announce the version to all ranks anyway, so that the ranks which loaded new weights stop
+                        # using KV blocks that the old weights computed.
                         await client.set_policy_version(version)
                     raise
                 await client.set_policy_version(version)

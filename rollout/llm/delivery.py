@@ -13,16 +13,16 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 DELTAS_PER_S = 1000
-"""The maximum number of pieces of text per second over all streams; faster tokens share a piece.
+"""The maximum number of pieces of text per second over all streams. At a higher token rate, a piece has several tokens.
 
-Over HTTP a piece costs 40 to 60 µs of one core, mostly Python code that delays the steps, and 25 µs of the client's core. At
-the maximum rate this slows the steps by about 5 %.
+Over HTTP a piece takes 40 to 60 µs of one core, mostly in Python code that delays the steps, and 25 µs of the client's core.
+At the maximum rate this slows the steps by about 5 %.
 """
 
 _NOTHING_KNOWN = (0, 0, 0)
 
 Listener = RequestFuture | RequestStream
-"""A receiver of a group's tokens or samples, told once when the group has finished or failed."""
+"""A receiver of a group's tokens or samples, notified once when the group has finished or failed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,16 +46,15 @@ class Group:
     begun: bool = False
     """Whether any tokens were delivered. The first tokens are never delayed."""
     known: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """The delivered part of each unfinished sample: index → (number of tokens, policy version of the prompt, number of
-    events)."""
+    """The delivered part of each unfinished sample: index → (token count, policy version of the prompt, event count)."""
 
 
 class Delivery:
-    """The open groups of one engine. Only the thread that steps the engine calls the methods.
+    """The open groups of one engine, to which results are delivered. Only the thread that steps the engine may use it.
 
     Attributes:
         groups: group number → open group.
-        readers: wakes the readers of streams; `tell` flushes it."""
+        readers: the stream readers that wait for tokens; `tell` wakes them."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine
@@ -83,7 +82,7 @@ class Delivery:
 
         Args:
             ended: the records of the samples that finished in this step.
-            everything: whether to deliver also stream tokens that are not due yet.
+            everything: whether to also deliver stream tokens that are not due yet.
         """
         for record in ended:
             group = self._by_request.get(record.request_id)
@@ -109,8 +108,8 @@ class Delivery:
     def _tell_streams(self, everything: bool) -> None:
         now, step = time.monotonic(), self._engine.parts.stepper.last
         early = now < self._next_deltas
-        # Look only at the requests of this step's prefills: first tokens come from no other step, so waiting streams
-        # cost nothing here.
+        # A sample gets its first token in the step of its prefill. So check only this step's prefills for first tokens,
+        # and not every stream that waits for its first token.
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():

@@ -1,8 +1,8 @@
-"""In-process engine loop: one thread steps an engine, applies commands between steps and delivers results (`Delivery`).
+"""The in-process engine loop: a thread that steps an engine, applies commands between steps, and delivers the results.
 
-- Commands (open, abort, deadlines) are applied at step boundaries, even while the engine is paused or suspended.
+- New groups, aborts and deadlines are applied at step boundaries, even while the engine is paused or suspended.
 - Every opened group finishes once, with its samples or with an error that gives the reason.
-- The work at one boundary is bounded: about `SAMPLES_AT_ONCE` new samples are queued.
+- The work at one step boundary is bounded: at most about `SAMPLES_AT_ONCE` new samples are queued.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CLOSED = "the LLM was closed: build another"
 
 
 class EngineLoop:
-    """A thread that steps one engine while it is RUNNING. Other threads may control the engine and call all methods.
+    """A thread that steps one engine while the engine is RUNNING. Any thread may control the engine and call the methods.
 
     Attributes:
-        over: a future that is done when the thread has finished. If the engine died, the future has the error.
-        readers: wakes the readers of streams.
+        over: a future that is done when the thread has finished. If the engine died, the future raises the error.
+        readers: the stream readers to wake when tokens arrive.
         is_primary: whether this rank accepts requests.
         world_size: the number of engines that compute the requests."""
 
@@ -61,7 +61,7 @@ class EngineLoop:
         self._groups, self.readers = self._delivery.groups, self._delivery.readers
         self._next_deadline = math.inf
         self._next_beat = 0.0
-        # Guard the three fields below. This is a leaf lock: its holder must not acquire the engine's lock.
+        # Guard the fields below. This is a leaf lock: its holder must not acquire the engine's lock.
         self._changed = threading.Condition()
         self._arrived: deque[Group] = deque()
         self._commands: list[Callable[[], None]] = []
@@ -112,10 +112,10 @@ class EngineLoop:
         """Queue a group; the listener receives its tokens and its result.
 
         Args:
-            number: the caller's number of the group.
+            number: id that the caller chose for the group.
             tokens: prompt tokens, as `DynamicInferenceEngine.check_request` returns them for `params`.
             interval: number of steps between two deliveries to a stream. First tokens are delivered at once.
-            timeout_s: seconds after which the group fails with `RequestTimeoutError`. None: never.
+            timeout_s: seconds after which the group fails with `RequestTimeoutError`; if None, there is no limit.
         """
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         group = Group(number, tokens, params, listener, priority, interval, time.time(), ends_at)
@@ -198,8 +198,8 @@ class EngineLoop:
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
     def _due(self) -> float:
-        """Return the seconds until the next deadline of a group or the next heartbeat to other ranks; infinite if neither
-        is due."""
+        """Return the seconds until the next deadline of a group or the next heartbeat to other ranks; infinity if there is
+        neither."""
         beat = math.inf if self.engine.peers.leader is None else self._next_beat
         return min(self._next_deadline, beat) - time.monotonic()
 
@@ -210,7 +210,7 @@ class EngineLoop:
     def _steps(self) -> None:
         """Apply commands, and run steps until there is no work or another thread waits for the engine.
 
-        Between these steps the engine does not check whether the module has changed."""
+        The engine checks whether the model was changed only before the first of these steps."""
         engine = self.engine
         with engine.locked():
             self._apply()
@@ -262,7 +262,7 @@ class EngineLoop:
         return taken
 
     def _queue(self, group: Group) -> None:
-        # Let the engine choose another number if this one is taken: other callers may use the engine too.
+        # Let the engine choose the request id if the group's number is taken: other callers may use the engine too.
         number = None if group.number in self.engine.parts.ledger.live else group.number
         try:
             group.in_engine = self.engine.add_request(
@@ -312,7 +312,7 @@ class EngineLoop:
 
 
 class FollowerLoop(EngineLoop):
-    """A loop on another rank of a tensor-parallel group: it follows the first rank's steps and accepts no requests."""
+    """The loop on all but the first rank of a tensor-parallel group. It repeats that rank's steps and takes no requests."""
 
     is_primary = False
 
@@ -320,7 +320,7 @@ class FollowerLoop(EngineLoop):
         self.engine.parts.stepper.follow()
 
     def close(self) -> None:
-        """Wait until the first rank has shut down, which cannot compute without this rank. Idempotent."""
+        """Wait until the group's first rank, which cannot compute without this rank, has shut down. Idempotent."""
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
         self._closed = True

@@ -1,6 +1,6 @@
-"""`JobLLM`: requests next to a training job, in a program or over HTTP, computed by all of its ranks.
+"""`JobLLM`: requests next to a training job, from a program or over HTTP, that all ranks of the job compute.
 
-training loop, every rank    manager.generate(...)   as_completed(...)   run(...)     steps while one of these runs
+training loop, every rank    manager.generate(...)   as_completed(...)   run(...)     the engines step in these calls
 any thread of one rank       JobLLM(manager).submit(prompt)   .stream(prompt)   .serve(ServerConfig(...))
 """
 
@@ -26,7 +26,8 @@ class JobLLM(LLMRequests):
     """An `LLM` in front of all ranks of a training job, next to the training loop.
 
     Requests are computed while the ranks are in `generate`, `as_completed` or `run`, and wait otherwise. They stay open
-    across weight updates: every token has its policy version. No rank waits for them, and no batch contains them.
+    across weight updates: every token has its policy version. The training loop never waits for these requests, and its
+    batches do not contain their samples.
 
     Build a `JobLLM` on any rank, and close it before the manager. If the coordinator is lost, all requests fail with
     `ConnectionLostError`; once the job has another coordinator, build another `JobLLM`.
@@ -50,8 +51,7 @@ class JobLLM(LLMRequests):
         """Serve like `LLM.serve`, in front of all ranks. By default the call returns at once, so training continues.
 
         Raises:
-            ConfigError: `ServerConfig.admin` is on, but only the training loop may control weights and engines; or see
-                `LLM.serve`.
+            ConfigError: `ServerConfig.admin` is True, although only the training loop may control weights and engines.
         """
         if config is not None and config.admin:
             raise ConfigError(
@@ -61,12 +61,12 @@ class JobLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests of this object (None); return the number of aborted requests."""
+        """Abort one request, or all open requests of this object if None; return the number of aborted requests."""
         self.loop.refuse_inside("abort()")
         return self.service.abort(None if request_id is None else [request_id]).result()
 
     def close(self) -> None:
-        """Stop the server and disconnect; open requests fail, the training job continues. Idempotent."""
+        """Stop the server and disconnect. Open requests fail, and the training job continues. Idempotent."""
         if self.loop.closed:
             return
         self.loop.refuse_inside("close()")

@@ -4,7 +4,7 @@
     AsyncLLM(model, tokenizer, use_coordinator=True)   one coordinator for all ranks; rank 0 is primary and takes requests
 
 The model is sampled in place, on a separate thread. Every accepted request finishes with samples or one error. Change the
-weights only while no step runs: in `suspended`, or with `trainer_hooks.optimizer.attach(optimizer, llm)`.
+weights only while no step runs: inside `suspended`, or with the hook `trainer_hooks.optimizer.attach(optimizer, llm)`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class AsyncLLM(LLMRequests):
                 "for the others' forwards; load the model with ep_size=tp_size, or generate by RolloutManager on every rank"
             )
         engine = DynamicInferenceEngine(model, tokenizer, inference_config)
-        # Keep the weights gathered until the shutdown: gathering is collective, and requests arrive on each rank at any
-        # time.
+        # Gather the weights now and keep them gathered until the shutdown. Gathering is a collective operation, so it
+        # cannot wait for a request, which arrives on one rank only.
         world = World.of_torch() if engine.weights.collective else None
         calls = "LLM(), suspended(), before_optimizer_step() and weights_updated()"
         gathering = Gathering(engine, lambda call: None, world, calls)
@@ -102,8 +102,8 @@ class AsyncLLM(LLMRequests):
         atexit.register(self._at_exit)
 
     def __del__(self) -> None:
-        # Close a forgotten LLM, whose KV cache and threads would otherwise never be freed. Use a new thread: this one
-        # may be the engine's own.
+        # Close an LLM that was dropped without `close`, to free its KV cache and threads. Use a new thread, because
+        # `__del__` may run on the engine's thread, for which `close` waits.
         service: EngineLoop | EngineService | None = getattr(self, "_service", None)
         if service is not None and not service.closed:
             with suppress(RuntimeError):
@@ -113,21 +113,21 @@ class AsyncLLM(LLMRequests):
         self._control.admit(what)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests (None); return the number of aborted requests."""
+        """Abort one request, or all open requests if `request_id` is None; return the number of aborted requests."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort(numbers))
 
     async def pause(self, timeout_s: float | None = None) -> None:
-        """Pause every engine at its next step boundary; on a rank that is not primary, wait until its engine is paused.
+        """Pause every engine at its next step boundary. On a rank that is not primary, wait until its engine is paused.
 
         Args:
-            timeout_s: seconds within which every engine must be paused; None: the engine's `control_timeout_s`. The same
-                holds for `unpause`, `suspend` and `resume`.
+            timeout_s: seconds within which every engine must be paused; if None, the engine's `control_timeout_s`. The
+                `timeout_s` of `unpause`, `suspend` and `resume` has the same meaning.
 
         Raises (`unpause`, `suspend` and `resume` raise the same errors):
             RuntimeError: this LLM runs in direct mode, which has no coordinator.
-            ControlError: the call is not allowed now, or some engines did not answer in time; the message names them.
-            DeadlineError: there was no result in time.
+            ControlError: the job's state does not allow the call, or the engines in the message did not answer in time.
+            DeadlineError: the coordinator did not answer, or this rank's engine was not paused, within the timeout.
         """
         await self._control.relay("pause", EngineState.PAUSED, timeout_s)
 
@@ -136,7 +136,7 @@ class AsyncLLM(LLMRequests):
         await self._control.relay("unpause", EngineState.RUNNING, timeout_s)
 
     async def suspend(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Suspend the KV cache of every paused engine. `mode` is what happens to the cache; None: the configured mode."""
+        """Suspend every paused engine. `mode` says what happens to its KV cache; if None, the configured mode applies."""
         await self._control.relay("suspend", EngineState.SUSPENDED, mode, timeout_s)
 
     async def resume(self, timeout_s: float | None = None) -> None:
@@ -144,15 +144,15 @@ class AsyncLLM(LLMRequests):
         await self._control.relay("resume", EngineState.PAUSED, timeout_s)
 
     async def set_policy_version(self, version: int | None = None) -> int:
-        """Announce changed weights on all ranks; return the new policy version: `version`, or the current version + 1.
+        """Announce changed weights on all ranks and return the new policy version.
 
-        With a coordinator, call it on the primary rank.
+        If `version` is None, it is the current version + 1. With a coordinator, call this method on the primary rank.
         """
         chosen = self.policy_version + 1 if version is None else version
         self._control.refuse_in_group("set_policy_version")
         if not isinstance(self._service, EngineService):
             announce = self._control.weights_updated if self.engine.weights.collective else self.engine.weights_updated
-            # Run this on another thread: it waits for a step boundary, and this event loop may serve streams.
+            # Announce on another thread: the call blocks until a step boundary, and this event loop may serve streams.
             return await on_thread(announce, chosen)
         await asyncio.wrap_future(self._service.control(lambda client: client.set_policy_version(chosen)))
         return chosen
@@ -188,7 +188,7 @@ class AsyncLLM(LLMRequests):
     @property
     def coordinator_keys(self) -> JobKeys | None:
         """The keys that admit a process to the job, without the coordinator's secret key. Share them in a file that only
-        its owner can read (`JobKeys.serialize`). None in direct mode, and if the coordinator uses no keys (on loopback).
+        its owner can read (`JobKeys.serialize`). None in direct mode, and for a coordinator without keys (on loopback).
         """
         keys = self._service.member.coordinator.keys if isinstance(self._service, EngineService) else None
         return None if keys is None else keys.client_side()
@@ -211,8 +211,8 @@ class AsyncLLM(LLMRequests):
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this rank accepts requests. In direct mode every rank does, with a coordinator only rank 0, and in a
-        tensor-parallel group only the group's first rank."""
+        """Whether this rank accepts requests. In direct mode every rank accepts them, with a coordinator only rank 0, and
+        in a tensor-parallel group only the group's first rank."""
         return self._service.is_primary
 
     @property
@@ -221,7 +221,7 @@ class AsyncLLM(LLMRequests):
         return self._service.world_size
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = True) -> Server:
-        """Serve like `LLM.serve`; raises `RuntimeError` if it would block a running event loop."""
+        """Serve like `LLM.serve`. Raise `RuntimeError` if the call would block a running event loop."""
         if blocking and asyncio._get_running_loop() is not None:
             raise RuntimeError(
                 "serve() inside a running event loop would stop it until the server ends: call "
@@ -233,11 +233,11 @@ class AsyncLLM(LLMRequests):
         """Wait until this rank's engine has stopped, because `close` was called on this rank or on the primary rank.
 
         Args:
-            timeout_s: seconds to wait. None: no limit.
+            timeout_s: seconds to wait; if None, there is no limit.
 
         Raises:
             DeadlineError: the engine has not stopped within `timeout_s`.
-            EngineDeadError, ConnectionLostError: the engine stopped because of this error.
+            EngineDeadError, ConnectionLostError: the engine died, or its coordinator was lost.
         """
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._service.over)), timeout_s)
@@ -271,16 +271,16 @@ class LLM:
     """Generation for blocking code, even inside a running event loop such as Jupyter's. It wraps an `AsyncLLM`.
 
     Args:
-        model: a Hugging Face causal model, which is sampled in place; or a folder with one, which is loaded.
-        tokenizer: the model's tokenizer. None: the tokenizer in the folder; for a model object no tokenizer, so prompts
-            must be token ids and samples have no text.
-        inference_config: options of the engine; None: the defaults.
+        model: a Hugging Face causal language model, which is sampled in place, or a folder from which to load one.
+        tokenizer: the model's tokenizer. If None, it is loaded from the folder. A model object without a tokenizer
+            accepts only token ids as prompts, and its samples have no text.
+        inference_config: options of the engine; if None, the defaults.
         use_coordinator: whether to start one coordinator process for all ranks. Every rank then builds its LLM, and rank 0
             is primary.
-        coordinator_host: address that the coordinator listens on. None: loopback; if the ranks are on several hosts, the
-            address that the other hosts reach, protected by keys.
-        coordinator_port: port that the coordinator listens on; None: a free port.
-        coordinator_config: all options of the coordinator, in place of host and port.
+        coordinator_host: address that the coordinator listens on. If None, it is loopback or, for ranks on several
+            hosts, an address that the other hosts can reach, protected by keys.
+        coordinator_port: port that the coordinator listens on; if None, a free port.
+        coordinator_config: all options of the coordinator, instead of `coordinator_host` and `coordinator_port`.
 
     Raises:
         ConfigError: coordinator options were given without `use_coordinator`, or host or port together with

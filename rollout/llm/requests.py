@@ -1,4 +1,4 @@
-"""The request methods that `AsyncLLM` and `JobLLM` share: prompts to a service that computes them, and an HTTP server."""
+"""The request methods that `AsyncLLM` and `JobLLM` share. They pass prompts to a `Service`, or serve them over HTTP."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Service(Protocol):
         tokens and result."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """Abort the groups with these numbers, or all groups (None); return the number of groups that were open."""
+        """Abort the groups with these numbers, or all groups if None; the result is the number of groups that were open."""
 
 
 class LLMRequests:
-    """The common part of `AsyncLLM` and `JobLLM`: requests to a service, properties of the engine, and HTTP.
+    """The base class of `AsyncLLM` and `JobLLM`: request methods, engine properties and an HTTP server.
 
     Attributes:
         loop: the private event loop, which runs on its own thread.
@@ -82,14 +82,16 @@ class LLMRequests:
         """Submit one prompt and return a future of its n samples. Any thread may call this.
 
         Args:
+            prompt: a text, token ids or chat messages.
+            sampling_params: the sampling options; if None, the defaults or `fields`.
             priority: requests with a higher priority run first; requests of equal priority run in order of arrival.
-            timeout_s: seconds after which the request fails. None: never.
-            fields: `SamplingParams` fields in place of `sampling_params`: `submit(prompt, n=8)`.
+            timeout_s: seconds after which the request fails; if None, there is no limit.
+            fields: `SamplingParams` fields instead of a `sampling_params` object: `submit(prompt, n=8)`.
 
         Returns:
             A future of the list of samples: `await` it on any event loop, or call `result(timeout_s)` in a thread. It fails
             with a `RequestError` if the request is aborted or times out, and with `ConnectionLostError` if the engine or
-            the coordinator is lost. If only one sample fails, the list still contains it, with its `error` set.
+            the coordinator is lost. If a single sample fails, the list still contains that sample, with `error` set.
 
         Raises:
             InvalidRequestError: the prompt can never be served; nothing was queued.
@@ -117,12 +119,12 @@ class LLMRequests:
         """Submit one prompt and stream its n samples: `async for delta in llm.stream(prompt)`.
 
         Args:
-            priority, timeout_s: see `submit`.
-            interval: number of tokens per piece after the first piece. A piece has more while the reader is busy, or if
-                all streams together would exceed 1,000 pieces per second. None: deliver whole samples once all have
-                finished.
+            prompt, sampling_params, priority, timeout_s, fields: see `submit`.
+            interval: number of tokens per piece after the first piece. A piece has more tokens while the reader is busy,
+                or if all streams together would exceed 1,000 pieces per second. If None, every sample is delivered whole
+                once all samples have finished.
 
-        Raises: the same errors as `submit`; the iteration raises later errors.
+        Raises: the same errors as `submit`. If the request fails later, iterating over the stream raises the error.
         """
         self._admit("stream")
         (params,) = one_each(sampling_params, 1)
@@ -184,7 +186,7 @@ class LLMRequests:
             prompts: a text, token ids, chat messages, or a list of one of these; `[]` returns `[]`.
             sampling_params: one object for all prompts, or a sequence with one object per prompt.
             priority, timeout_s, fields: see `submit`; they apply to every prompt.
-            on_error: "raise": raise the first failure, once all requests have finished. "return": return failed samples
+            on_error: "raise" raises the first failure once all requests have finished. "return" returns failed samples
                 with their `error` set.
 
         Returns:
@@ -256,9 +258,9 @@ class LLMRequests:
         """Serve an OpenAI-compatible API (`rollout.server`) from this process, on the private loop.
 
         Args:
-            config: address, key and limits of the server; None: the defaults, on loopback at port 8000.
-            blocking: whether to wait until Ctrl-C or SIGTERM and then stop the server. False: return at once; use
-                `Server.url` and `Server.close()`.
+            config: address, key and limits of the server. If None, the server listens on loopback at port 8000.
+            blocking: whether to wait until Ctrl-C or SIGTERM and then stop the server. If False, return at once; stop the
+                server with `Server.close()`.
 
         Raises:
             RuntimeError: this rank is not primary, or this LLM is served already. Without a coordinator every rank is

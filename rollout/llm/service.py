@@ -1,13 +1,13 @@
 """Requests through a coordinator client, and the engine thread of an `LLM` that is one rank of the coordinator's job.
 
-Three threads work:
+An `EngineService` uses three threads:
 
-    private loop    runs the client and the connections
-    engine thread   runs the engine's steps, while there is work
+    private loop    runs the event loop with the client and the connections
+    engine thread   runs the engine's steps while there is work
     apply thread    applies the coordinator's messages at the next step boundary (`rollout.distributed.worker.worker`)
 
-Every accepted group is reported to its listener once. Calls to a closed service fail immediately. `close` stops all threads
-and processes that the service started.
+Every accepted group reports its result to its listener exactly once. Calls to a closed service fail immediately. `close`
+stops all threads and processes that the service started.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds to wait for all engines to stop."""
 RECONNECT_TIMEOUT_S = 10.0
-"""Seconds to try to reconnect to a lost coordinator; short, because the coordinator of an `LLM` is not replaced."""
+"""Seconds to try to reconnect to a lost coordinator. It is short because an `LLM` does not replace its coordinator."""
 JOIN_POLL_S = 0.05
 """Seconds between two checks of which ranks have joined."""
 
@@ -56,14 +56,16 @@ class JobRequests:
     """The open groups of a connected client. Any thread may call the methods.
 
     Args:
-        client: a connected client; None: this rank accepts no requests.
+        engine: this rank's engine.
+        loop: the private event loop, on which the client runs.
+        client: a connected client; if None, this rank accepts no requests.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, loop: LoopThread, client: InferenceClient | None = None) -> None:
         self.engine = engine
         self.loop = loop
         self.readers = Readers(loop.call_soon)
-        # Map request number to group; None: the group has not yet been submitted on the event loop.
+        # Request number → group, or None until the group is submitted on the event loop.
         self._groups: dict[int, OpenGroup | None] = {}
         self._client = client
         self._closed = False
@@ -88,7 +90,7 @@ class JobRequests:
     def open_group(
         self, number: int, tokens: list[int], params: SamplingParams, listener: Listener, **options: Any
     ) -> None:
-        """Open a group as `Service.open_group` does; `options` are the keyword arguments of `ClientSession.submit`."""
+        """Submit a group (see `Service.open_group`). `options` are keyword arguments of `ClientSession.submit`."""
         self.refuse_when_over()
         self._groups[number] = None
         try:
@@ -138,7 +140,7 @@ class JobRequests:
     # --- control calls ----------------------------------------------------------------------------------------------
 
     def control(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start the coroutine `ask(client)`, a control call, on the private loop.
+        """Start a control call, the coroutine `ask(client)`, on the private loop; return a future of its result.
 
         Raises:
             EngineStateError: there is no client, or the service is closed.
@@ -171,7 +173,7 @@ class EngineService(JobRequests):
     Attributes:
         is_primary: whether this rank accepts requests.
         member: this rank's membership in the job: its worker, client and connection to the coordinator.
-        over: a future that is done when the engine's thread has finished. If the engine died, the future has the error.
+        over: a future that is done when the engine's thread has finished. If the engine died, the future raises the error.
 
     Raises:
         DeadlineError: this rank could not reach the coordinator, which rank 0 starts, in time.
@@ -206,7 +208,7 @@ class EngineService(JobRequests):
         )
 
     def control_all(self, ask: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start a control call that must reach every rank: `ask` is called once all ranks have joined.
+        """Start a control call that must reach every rank: call `ask` once all ranks have joined.
 
         The returned future raises `DeadlineError` if a rank has not joined within the engine's `control_timeout_s`."""
 
@@ -235,8 +237,8 @@ class EngineService(JobRequests):
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
-                # Leave the job: without steps this engine's requests would never finish, so the other ranks must
-                # compute them.
+                # Leave the job, because this engine makes no more steps. The coordinator then assigns its unfinished
+                # samples to other ranks.
                 self.member.worker.stop()
             finally:
                 self._end(exc)
@@ -252,7 +254,7 @@ class EngineService(JobRequests):
     # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop all that this service has started; on the primary rank, also stop the engines of all ranks. Idempotent."""
+        """Stop everything that this service started, and on the primary rank the engines of all ranks. Idempotent."""
         with self._closing:
             if self._closed:
                 return
@@ -297,7 +299,8 @@ def options_of_coordinator(
     """Return the coordinator options of an `LLM`, or None if `wanted` is False.
 
     Raises:
-        ConfigError: host, port or `config` was given although `wanted` is False, or host or port together with `config`.
+        ConfigError: `host`, `port` or `config` was given although `wanted` is False, or `config` together with one of the
+            other two.
     """
     given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
