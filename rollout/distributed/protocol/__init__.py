@@ -1,1 +1,1 @@
-"""The messages between clients, coordinator and ranks, their frames, and the columns that carry tokens."""
+"""The messages between clients, coordinator and ranks, their encoding as frames, and the columns that contain tokens."""

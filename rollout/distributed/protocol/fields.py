@@ -15,9 +15,9 @@ from rollout.requests.delta import TOKEN_BYTES
 from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 SET_VERSION = "set_version"
-"""The control call that sets the policy version, which is its argument. It is not a lifecycle signal."""
+"""The control call that sets the policy version. The argument is the version. The call is not a lifecycle signal."""
 GIVEN_UP = "given up"
-"""The `Barrier.what` of a member whose call raised an exception. The member's arrival then matches every call."""
+"""The `Barrier.what` of a member whose collective call raised an exception. The arrival then matches any call."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
 """The control call that evicts all cached blocks that no request uses from every engine, in any state."""
 LOAD_WEIGHTS = "load_weights"
@@ -25,7 +25,7 @@ LOAD_WEIGHTS = "load_weights"
 LOAD_ADAPTER = "load_adapter"
 """The control call that loads a LoRA adapter into every engine, in any state. The argument is `NAME=FOLDER`."""
 UNLOAD_ADAPTER = "unload_adapter"
-"""The control call that unloads a LoRA adapter from every engine, in any state, and fails requests that use the adapter. The
+"""The control call that unloads a LoRA adapter from every engine, in any state. Requests that use the adapter fail. The
 argument is the adapter's name."""
 UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
 """The control calls that change neither an engine's state nor the policy version."""
@@ -68,7 +68,7 @@ def _or_none(holds: Check) -> Check:
     return lambda value: value is None or holds(value)
 
 
-# Check columns with C-level operations on the whole list: a Python call per entry would dominate decoding.
+# Check columns with C-level operations on the whole list: a Python call per entry would take most of the decoding time.
 
 
 def _only(values: Iterable[Any], *kinds: type) -> bool:
@@ -159,9 +159,10 @@ M = TypeVar("M", bound=Message)
 
 @dataclass_transform(field_specifiers=(field,))
 def message(header: int, way: str) -> Callable[[type[M]], type[M]]:
-    """Return a decorator that turns a class into a dataclass sent under `header`, and registers the class in `MESSAGES`.
+    """Return a decorator that turns a class into a dataclass and registers it in `MESSAGES`.
 
     Args:
+        header: number of the message type on the wire.
         way: direction in which the message is sent, as "sender → receiver".
     """
 

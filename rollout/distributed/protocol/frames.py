@@ -21,17 +21,17 @@ from rollout.requests.codec import refuse, unpack_msgpack
 MAX_FRAME_BYTES = 64 << 20
 """The maximum size of a frame, in bytes. A longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""The maximum size, in bytes, of a prompt with its images and the known tokens of its samples. An `Assign` message with all
-of them then fits into a frame."""
+"""The maximum size, in bytes, of a prompt with its images and known tokens, so that an `Assign` message with all of them
+fits into a frame."""
 MAX_STRETCHES = 1 << 11
-"""The maximum number of stretches per frame. It is low because one stretch takes as long to decode as fifty numbers."""
+"""The maximum number of stretches per frame. It is low because decoding a stretch takes as long as decoding 50 numbers."""
 MAX_ITEMS = 1 << 19
-"""The maximum length of a list or map in a frame, which takes some tens of milliseconds to decode. Long columns of numbers
-are sent as buffers instead."""
+"""The maximum length of a list or map in a frame. Decoding one of this length takes some tens of milliseconds, so long
+columns of numbers are sent as buffers."""
 
 
 class _Row:
-    """A converter of one dataclass to a positional list and back, which checks every field when it reads a list."""
+    """A converter between a dataclass and the list of its field values. It checks every field that it reads."""
 
     def __init__(self, kind: type[Any]) -> None:
         self.kind = kind
@@ -55,7 +55,7 @@ class _Row:
         if not self.least <= len(row) <= len(self.rules):
             refuse(self.kind.__name__, f"{len(row)} fields", f"{self.least} to {len(self.rules)} fields")
         values = list(row)
-        # Check all fields in one C-level pass. Only if that fails, check each field again to name the malformed one.
+        # Check all fields in one C-level pass. Only if that fails, check each field again to find the malformed field.
         if not all(map(call, self._holds, values)):
             for name, rule, value in zip(self.names, self.rules, values, strict=False):
                 if not rule.holds(value):
@@ -87,7 +87,7 @@ def encode(sequence: int, message: Message) -> bytes:
     """Encode a message as one frame.
 
     Args:
-        sequence: number of the frame, from 0, among the frames in its direction of the connection.
+        sequence: number of the frame, counted from 0 in each direction of a connection.
     """
     packed: bytes = msgpack.packb([message.header, sequence, *_ROWS[message.header].plain(message)])
     return packed

@@ -32,27 +32,27 @@ class Submit(Message):
     params: wire.Blob
     """The sampling parameters: `SamplingParams.serialize()` as msgpack."""
     seed: wire.OptionalCount = None
-    """The seed of the random streams; None: derived from the coordinator's seed and the order of arrival."""
+    """The seed of the random streams. If None, it is derived from the coordinator's seed and the order of arrival."""
     priority: wire.Priority = 0
     arrival_time: wire.OptionalSeconds = None
-    """The time of arrival, in wall-clock seconds; None: the time at which an engine receives the group."""
+    """The time of arrival, in wall-clock seconds. If None, it is the time at which an engine receives the group."""
     timeout_s: wire.OptionalSeconds = None
-    """The number of seconds after which the group fails. None: no deadline while any rank is connected."""
+    """The number of seconds after which the group fails. If None, it has no deadline while any rank is connected."""
     interval: wire.Count = 0
-    """The number of tokens per sample between two reports; 0: the coordinator's configured interval."""
+    """The number of tokens per sample between two reports. If 0, it is the coordinator's configured interval."""
     known: Stretches = field(default_factory=list)
-    """The known tokens of a continued group; the `request_id` and `attempt` in these stretches are ignored."""
+    """The tokens known so far, after which generation continues. Their `request_id` and `attempt` are ignored."""
     wanted: wire.Counts = field(default_factory=list)
-    """The indices of the samples to compute. Empty: all samples."""
+    """The indices of the samples to compute. If empty, all samples are computed."""
     min_policy_version: wire.Count = 0
     """The lowest policy version with which an engine may compute the group: the version of the client's weights."""
     share: wire.OptionalText = None
     """The group's `SamplingParams.prefix_share`: only requests with the same value share cached blocks."""
     images: wire.Blob = b""
-    """The tensors of the prompt's images by name, as msgpack. Empty: the prompt has no images."""
+    """The tensors of the prompt's images by name, as msgpack. It is empty if the prompt has no images."""
     keyed: wire.Tokens = b""
-    """The prompt with a key of the image in place of every image placeholder; block hashes are computed from it. Empty:
-    hashes are computed from the prompt or, if it has images, not at all."""
+    """The prompt's tokens, with a key of the image instead of every image placeholder. Block hashes are computed from them.
+    If empty, block hashes are computed from `prompt`, or not at all if the prompt has images."""
 
 
 @message(21, "coordinator → client")
@@ -65,13 +65,14 @@ class Accepted(Message):
 
 @message(22, "coordinator → rank")
 class Assign(Message):
-    """The assignment of samples of one request to a rank, which has to compute them."""
+    """The assignment of some samples of a request to a rank, which must compute them."""
 
     request_id: wire.Count
     """The request id that the coordinator chose."""
     attempt: wire.Count
-    """The unique id of the assignment, which rises with every assignment. Reports with an older attempt are discarded."""
+    """The id of the assignment, which rises with every assignment. Reports about an older attempt are discarded."""
     indices: wire.Counts
+    """The indices of the samples within the group."""
     prompt: wire.Tokens
     params: wire.Blob
     seed: wire.Count
@@ -79,14 +80,14 @@ class Assign(Message):
     arrival_time: wire.Seconds
     interval: wire.Count
     known: Stretches
-    """The tokens computed by earlier ranks, in order. Generation continues after them."""
+    """The samples' tokens computed so far by other ranks or in another session. Generation continues after them."""
     images: wire.Blob = b""
-    """The prompt's images, as in `Submit`."""
+    """The tensors of the prompt's images, as in `Submit`."""
 
 
 @message(23, "rank → coordinator")
 class Progress(Message):
-    """A rank's report of what is new since its previous report: tokens, prefix cache changes and load."""
+    """A rank's report of new tokens and prefix cache changes since its previous report, and of its current load."""
 
     stretches: Stretches
     blocks_added: wire.Hashes = b""
@@ -122,7 +123,7 @@ class RequestFailed(Message):
 
 @message(26, "client → coordinator")
 class Abort(Message):
-    """A request to abort a group. The reply is `RequestFailed`, unless the group has just finished."""
+    """A request to abort a group. The reply is `RequestFailed`, unless the group has already finished."""
 
     request_id: wire.Count
 
@@ -158,13 +159,13 @@ class Connect(Message):
     protocol_version: wire.Count
     name: wire.Name
     member: wire.OptionalCount = None
-    """The rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for it. None:
-    barriers do not wait for this client."""
+    """The rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for the client. If
+    None, barriers do not wait for it."""
 
 
 @message(1, "coordinator → client")
 class ConnectAck(Message):
-    """The handshake reply to a client, with the job's state and the heartbeat times in seconds."""
+    """The handshake reply to a client, with the job's state and the heartbeat interval and timeout."""
 
     state: wire.CoordinatorStateName
     policy_version: wire.Count
@@ -206,12 +207,11 @@ class Heartbeat(Message):
 
 @message(5, "coordinator → any")
 class Refused(Message):
-    """The rejection of a frame. The sender's other requests are unaffected, unless `over` is set."""
+    """The rejection of a received frame. Other requests of the peer are unaffected, unless `over` is True."""
 
     code: wire.Name
-    """The reason: `malformed` or `not_yours`. If `over` is set, it is a code in `TRY_AGAIN` or a final code: `malformed`,
-    `version`, `too_long`, `stopping`, or `replaced`. `replaced` means that another process has registered under the same
-    name."""
+    """The reason: `malformed` or `not_yours`. If `over` is True, it is a code in `TRY_AGAIN` or a final code: `malformed`,
+    `version`, `too_long`, `stopping`, or `replaced` (another process has connected in this peer's place)."""
     text: wire.Text
     over: wire.Flag
     """Whether the session has ended. A new session needs a new handshake."""
@@ -238,14 +238,14 @@ class Control(Message):
     call_id: wire.Count
     signal: wire.Signal
     argument: wire.Argument
-    """The argument of the call: for `suspend` the KV mode (None: each engine's configured mode), for `set_version` the
-    version. For the other calls see `rollout.distributed.protocol.fields`."""
+    """The argument of the call: for `suspend` the KV mode or None for each engine's configured mode, for `set_version` the
+    policy version. For the other calls see `rollout.distributed.protocol.fields`."""
     timeout_s: wire.Seconds
 
 
 @message(41, "coordinator → rank")
 class Command(Message):
-    """A control call, as it is sent to each engine."""
+    """A control call, as the coordinator sends it to each engine."""
 
     command_id: wire.Count
     signal: wire.Signal
@@ -254,7 +254,7 @@ class Command(Message):
 
 @message(42, "rank → coordinator")
 class CommandAck(Message):
-    """A rank's reply to a `Command`, with the engine's state after it."""
+    """A rank's reply to a `Command`, with the state of its engine after the call."""
 
     command_id: wire.Count
     state: wire.EngineStateName
@@ -262,7 +262,7 @@ class CommandAck(Message):
     error: wire.OptionalText = None
     amount: wire.Count = 0
     """The number of blocks evicted by `flush_prefix_cache`, tensors loaded by `load_weights`, layers changed by
-    `load_adapter`, or samples ended by `unload_adapter`; 0 for other calls."""
+    `load_adapter`, or samples that failed because of `unload_adapter`; 0 for other calls."""
 
 
 @message(43, "coordinator → client")
@@ -305,7 +305,7 @@ class BarrierDone(Message):
 
     index: wire.Count
     differences: wire.Text = ""
-    """The members with their calls and policy versions, if these differ. Empty: all members agree."""
+    """The members with their calls and policy versions, if these differ; empty if all members agree."""
 
 
 @message(47, "client → coordinator")
@@ -324,9 +324,7 @@ class Status(Message):
 
 
 def session_end(message: Message) -> ConnectionLostError | None:
-    """Return the error with which a message ends the session, or None if the session continues.
-
-    The message's sequence number does not matter."""
+    """Return the error with which a message ends the session, or None if the session continues after the message."""
     if isinstance(message, Refused) and message.over:
         text = f"the coordinator has ended the session ({message.code}): {message.text}"
         return ConnectionLostError(text, final=message.code not in TRY_AGAIN)

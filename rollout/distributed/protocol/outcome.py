@@ -1,4 +1,4 @@
-"""`Outcome`, the final result of a sample: built from the sample's record without merging segments, and packed to bytes."""
+"""`Outcome`: the final result of a sample apart from the completion itself, and its encoding as bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _GAPS = Codec(lambda gaps: struct.pack(f"<{len(gaps)}d", *gaps), FLOATS.decode)
 
 @dataclass(slots=True)
 class Outcome:
-    """The final result of a sample: finish reason, policy versions, timings. Each field is annotated with its codec."""
+    """The final result of a sample: finish reason, policy versions, timings. Each field's annotation contains its codec."""
 
     finish_reason: Annotated[FinishReason, member_of(FinishReason)]
     stop_reason: Annotated[str | int | None, optional(STR_OR_INT)]
@@ -57,11 +57,11 @@ class Outcome:
     kv_spans: Annotated[VersionSpans, SPANS]
     """The policy version that computed the KV of each position. Positions without KV are not included."""
     tpot: Annotated[list[float], _GAPS]
-    """The seconds between consecutive tokens. Incomplete for a sample that moved between ranks."""
+    """The seconds between consecutive tokens. The list is incomplete for a sample that moved between ranks."""
     ttft: Annotated[float | None, optional(FLOAT)]
-    """The seconds from arrival to the first token; None if there is no token."""
+    """The time from arrival to the first token, in seconds; None if there is no token."""
     latency: Annotated[float | None, optional(FLOAT)]
-    """The seconds from arrival to completion."""
+    """The time from arrival to completion, in seconds."""
     num_cached_tokens: Annotated[int, _COUNT]
     """The number of prompt tokens found in the prefix cache."""
     prompt_log_probs: Annotated[list[float] | None, optional(FLOATS)]
@@ -71,7 +71,7 @@ class Outcome:
     seed: Annotated[int, _COUNT]
     """The seed of the request's random streams."""
     block_size_tokens: Annotated[int | None, optional(_COUNT)] = None
-    """The engine's block size, from which block hashes are computed; None: prefix caching is off."""
+    """The engine's block size in tokens, from which block hashes are computed; None if prefix caching is off."""
 
 
 def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
@@ -109,9 +109,7 @@ _PACKED = tuple(
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Encode an outcome as one msgpack row, with the fields in order.
-
-    Version spans, token times and log-probs are packed into buffers."""
+    """Encode an outcome as a msgpack list of its fields, with spans, token times and log-probs packed into buffers."""
     row = list(_VALUES(outcome))
     for position, encode in _PACKED:
         row[position] = encode(row[position])

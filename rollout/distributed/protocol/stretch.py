@@ -1,8 +1,8 @@
 """`Stretch`: new tokens of several samples of one request, stored as columns; `PartialGroup`: a group's tokens so far.
 
-A stretch is a batch of `SampleDelta`s in the form in which messages carry it. Lists are parallel to `indices`; token ids and
-log-probs are concatenated buffers. The coordinator forwards stretches without splitting them. The known tokens of a sample
-are contiguous from token 0. Nothing is split or copied before it is read.
+A stretch is the form in which messages carry a batch of `SampleDelta`s. Its lists are parallel to `indices`, and the token
+ids and log-probs of all samples are concatenated to one buffer each. The coordinator forwards stretches without splitting
+them, so buffers are split and copied only when they are read. A sample's known tokens are contiguous from token 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stretch:
     indices: Counts
     """The indices of the samples within the group."""
     starts: Counts
-    """The completion index of the first new token of each sample. It is 0 for a sample that was restarted."""
+    """The completion index of each sample's first new token. It is 0 for a new or restarted sample."""
     counts: Counts
     """The number of new tokens of each sample."""
     token_ids: Tokens
@@ -50,16 +50,16 @@ class Stretch:
     log_probs: LogProbs
     """The log-probs of the tokens in `token_ids`, as float32."""
     versions: Versions
-    """The policy version of each sample's prompt, followed by version and count of each run of the sample's new tokens."""
+    """One list per sample: the prompt's policy version, then version and count of each run of tokens of one version."""
     columns: Columns = field(default_factory=dict)
-    """The optional fields of `SampleDelta` that any of the samples has: name → a value or None per sample."""
+    """The optional `SampleDelta` fields that at least one sample has: name → list with a value or None per sample."""
 
     @classmethod
     def of(cls, request_id: int, attempt: int, deltas: Sequence[SampleDelta]) -> Stretch:
-        """Build the columns from deltas of different samples of one request."""
+        """Build a stretch from deltas of different samples of one request."""
         if len(deltas) == 1:
-            # Handle a single delta separately, which takes a third of the time: a step of many one-sample groups makes
-            # one stretch per token.
+            # Handle a single delta separately: this takes a third of the time, and a step of many one-sample groups
+            # builds one stretch per token.
             (delta,) = deltas
             optional, tokens = _OPTIONAL(delta), delta.token_ids
             values = () if optional == _ABSENT else zip(COLUMNS, optional, strict=True)
@@ -106,7 +106,7 @@ class Stretch:
             refuse("Stretch.indices", self.indices, "different samples")
 
     def join_into(self, joins: dict[int, DeltaJoin], samples: Collection[int]) -> None:
-        """Add the deltas of these samples to `joins`, which maps sample indices to joins. Missing joins are created."""
+        """Add the deltas of these samples to `joins` (sample index → join). Missing joins are created."""
         high = 0
         for column, index in enumerate(self.indices):
             low, high = high, high + TOKEN_BYTES * self.counts[column]
@@ -155,8 +155,8 @@ class Stretch:
 
     def newest_version(self) -> int:
         """Return the highest policy version of any prompt or token, or 0 if there are no samples."""
-        # Read only the last run of each sample, which has the highest version: versions only rise, and no prompt is
-        # newer than its tokens.
+        # Read only the last run of each sample. It has the highest version, because versions only rise from the prompt
+        # to the last token.
         newest = 0
         for runs in self.versions:
             version: int = runs[-2] if len(runs) > 1 else runs[0]
@@ -186,8 +186,8 @@ def _check_length(name: str, values: list[Any], samples: int) -> None:
 
 
 ENTRIES_TOGETHER = 64
-"""The average number of deltas per sample after which they are joined. A stream has one delta per token, and every object
-costs memory."""
+"""The average number of deltas per sample at which they are joined. A streamed sample receives one delta per token, and
+every delta object costs memory."""
 
 
 class PartialGroup:
@@ -231,7 +231,7 @@ class PartialGroup:
         self._next_look = len(self.rows) + ENTRIES_TOGETHER
 
     def compact(self) -> None:
-        """Join the received deltas of each sample to one delta, to save memory."""
+        """Join the received deltas of each sample into one delta, to save memory."""
         if self.rows:
             self._joined = self.deltas(self.lengths)
             self.rows = []
@@ -259,7 +259,7 @@ class PartialGroup:
         return {index: joins[index].delta() for index in samples if index in joins}
 
     def known(self, samples: Collection[int]) -> list[Stretch]:
-        """Return all known tokens of these samples, as a list of one stretch; the list is empty if there are none."""
+        """Return all known tokens of these samples as a list of one stretch, or an empty list if there are no tokens."""
         deltas = list(self.deltas(sorted(samples)).values()) if self.lengths else []
         return [Stretch.of(0, 0, deltas)] if deltas else []
 
@@ -270,5 +270,5 @@ def oldest_version(deltas: Iterable[SampleDelta]) -> int | None:
 
 
 def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
-    """Return the tokens of an unfinished record so far, for the rank that continues the sample."""
+    """Return all tokens so far of an unfinished record, for the rank that continues the sample."""
     return Stretch.of(0, 0, [growth(record, 0, 0)])
