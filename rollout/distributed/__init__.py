@@ -1,1 +1,1 @@
-"""The parts of a job on several ranks: messages, connections, client, worker, coordinator, and one rank's membership."""
+"""The parts of a job on several ranks: messages, connections, client, worker, coordinator, and each rank's membership."""

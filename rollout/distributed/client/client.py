@@ -1,7 +1,7 @@
 """The asyncio client of a coordinator: requests as futures, streams of tokens, awaitable control calls.
 
 - Every future finishes with a result or an error. Nothing is polled.
-- Once the connection is lost, every call raises `ConnectionLostError` immediately; build another client.
+- Once the connection is lost, every call raises `ConnectionLostError` immediately. To reconnect, build another client.
 - A client belongs to one event loop and is not thread-safe.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 CONTROL_TIMEOUT_S = Advanced.control_timeout_s
 """The default deadline of a control call, in seconds."""
 ANSWER_MARGIN_S = 5.0
-"""Seconds that the client waits beyond the coordinator's deadline, so that the coordinator's error, which names the late
-engines, arrives first."""
+"""Seconds that the client waits beyond the deadline of a control call, so that the coordinator's own timeout error, which
+names the late engines, arrives first."""
 QUERY_TIMEOUT_S = 30.0
 """The default deadline, in seconds, of a query that the coordinator answers without the engines."""
 
@@ -50,9 +50,9 @@ class InferenceClient:
     Args:
         address: the coordinator's address, `tcp://host:port`.
         name: the client's name in logs.
-        keys: the job's keys; None: the coordinator uses no keys.
-        member: the rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for it.
-            None: barriers do not wait for this client.
+        keys: the job's keys; None if the coordinator uses no keys.
+        member: the rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for the
+            client. If None, barriers do not wait for it.
         control_timeout_s: default deadline of a control call, in seconds.
     """
 
@@ -92,7 +92,7 @@ class InferenceClient:
 
         Raises:
             DeadlineError: the coordinator did not answer within `timeout_s` seconds.
-            ConnectionLostError: the coordinator refused this client, or the client has lost its connection earlier; build
+            ConnectionLostError: the coordinator rejected this client, or the client lost its connection earlier; build
                 another client.
             ConfigError: the address is invalid.
         """
@@ -122,7 +122,7 @@ class InferenceClient:
         self._dealer.heartbeat(welcome.heartbeat_interval_s, welcome.heartbeat_timeout_s)
 
     async def stop(self) -> None:
-        """Disconnect; open requests and calls fail with `ConnectionLostError`. Idempotent."""
+        """Disconnect. Open requests and calls fail with `ConnectionLostError`. Idempotent."""
         self._dealer.close(f"client {self.name!r} has stopped")
         self._lost(ConnectionLostError(f"{self.address}: client {self.name!r} was stopped"))
 
@@ -142,7 +142,7 @@ class InferenceClient:
 
     @property
     def lost(self) -> ConnectionLostError | None:
-        """The error with which the connection was lost; None while it is alive or before `start`."""
+        """The error with which the connection was lost; None while it is alive, and before `start`."""
         return self._session.error
 
     @property
@@ -159,8 +159,8 @@ class InferenceClient:
 
         Returns:
             A future whose result is the list of n samples. It fails with a `RequestError` if the whole group fails, and
-            with `ConnectionLostError` if the connection is lost. If only one sample fails, the list still contains it,
-            with its `error` set.
+            with `ConnectionLostError` if the connection is lost. If a single sample fails, the list still contains that
+            sample, with `error` set.
 
         Raises:
             InvalidRequestError: a value is out of range; nothing was sent.
@@ -172,7 +172,7 @@ class InferenceClient:
     def add_request_streaming(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestStream:
-        """Submit a group and stream a delta every `interval` tokens (default 1). Raises the same errors as `add_request`."""
+        """Submit a group; stream a delta every `interval` tokens (default: 1). Raises the same errors as `add_request`."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
         stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)
@@ -192,9 +192,9 @@ class InferenceClient:
         wanted: Collection[int] | None = None,
         **options: Unpack[RequestOptions],
     ) -> OpenGroup:
-        """Submit a group and return its record, on which the caller may set `on_update` and `on_done`.
+        """Submit a group and return the `OpenGroup`, on which the caller may set `on_update` and `on_done`.
 
-        `wanted` and `options` are those of `ClientSession.submit`.
+        For `wanted` and `options` see `ClientSession.submit`.
         """
         return self._session.submit(prompt, sampling_params or _DEFAULT_PARAMS, wanted=wanted, **options)
 
@@ -222,8 +222,8 @@ class InferenceClient:
         """Pause every engine at its next step boundary; return when all engines are paused.
 
         Args:
-            timeout_s: deadline of the call, in seconds; None: this client's `control_timeout_s`. The same holds for every
-                control call.
+            timeout_s: deadline of the call, in seconds; if None, this client's `control_timeout_s`. The `timeout_s` of
+                every control call has this meaning.
 
         Raises:
             ControlError: the coordinator's state does not allow the call, or some engines failed or did not answer in
@@ -241,7 +241,7 @@ class InferenceClient:
         """Suspend every paused engine and release its KV memory. Raises the same errors as `pause_engines`.
 
         Args:
-            mode: what happens to the KV cache. None: each engine's configured mode. An unknown mode raises `ConfigError`.
+            mode: what happens to the KV cache; if None, each engine's configured mode. An unknown mode raises `ConfigError`.
         """
         chosen = KVCacheManagementMode.parse(mode)
         await self._control(ControlSignal.SUSPEND.value, None if chosen is None else chosen.value, timeout_s)
@@ -279,7 +279,7 @@ class InferenceClient:
         await self._control(LOAD_WEIGHTS, folder, timeout_s)
 
     async def load_adapter(self, name: str, folder: str, timeout_s: float | None = None) -> None:
-        """Load the LoRA adapter in a folder into every engine, for `SamplingParams(adapter=name)`.
+        """Load the LoRA adapter in a folder into every engine; requests use it with `SamplingParams(adapter=name)`.
 
         Raises the same errors as `load_weights`.
         """
@@ -307,7 +307,7 @@ class InferenceClient:
 
         Raises:
             DeadlineError: a member did not arrive within `timeout_s`. This member's arrival stays registered.
-            EngineStateError: all members have arrived, but their `what` or `policy_version` differ.
+            EngineStateError: all members have arrived, but their `what` or `policy_version` differs.
             ConfigError: `index` is not an integer in [0, 2**63).
             ConnectionLostError: the client is not connected.
         """
@@ -316,7 +316,7 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that this member's collective call failed, so that its arrival at barrier `index` matches any call."""
+        """Report that this member's collective call failed. Its arrival at barrier `index` then matches any call."""
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:
@@ -355,7 +355,8 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: wire.Refused) -> None:
-        # Close the connection: the rejected frame is unknown, so the call that sent it would wait for a reply forever.
+        # Close the connection. The message does not say which frame was rejected, and the call that sent that frame
+        # would wait for its reply forever.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

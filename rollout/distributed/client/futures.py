@@ -1,7 +1,7 @@
 """`RequestFuture` and `RequestStream`: the result of one group, and the group's new tokens as they arrive.
 
-Both finish once, with the group's samples or with an error that gives the reason. Cancelling the future or closing the
-stream aborts the request.
+A future or stream finishes once, with the group's samples or with an error that gives the reason. Cancelling the future or
+closing the stream aborts the request.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class RequestFuture(asyncio.Future[Any]):
     """The future of a group's n samples: an `asyncio.Future` that any thread may finish and wait for.
 
     `await` it on any event loop, or call `result()` in a thread. Callbacks run on `get_loop()`. Cancelling the future, or a
-    task that awaits it, aborts the request; `asyncio.shield` prevents that.
+    task that awaits it, aborts the request. To prevent the abort, await `asyncio.shield(future)`.
 
     Args:
         loop: the event loop that runs the callbacks.
         abort: a function that aborts the request with the given id.
-        refuse_to_block: a function that raises an error if a blocking `result()` on this thread would keep the samples
-            from arriving. None: `result()` must not block on `loop`.
+        refuse_to_block: a function that raises an error if a blocking `result()` on the current thread would keep the
+            samples from arriving. If None, `result()` raises an error on the thread that runs `loop`.
 
     Attributes:
         request_id: the request's id, as in the samples.
         prompt: the prompt's text; None if the prompt was not given as text.
-        group: the tokens received so far; None for a future that an `LLM` returns.
+        group: the group with the tokens received so far; None for a future that an `LLM` returns.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class RequestFuture(asyncio.Future[Any]):
         self.group = group
         self._abort = abort
         self._refuse_to_block = refuse_to_block
-        # Store callbacks here: the base class would call them on the thread that finishes the future.
+        # Store callbacks here, because the base class would call them on the thread that finishes the future.
         self._told: list[tuple[Told, asyncio.AbstractEventLoop | None, Context | None]] = []
         self._changing = threading.RLock()
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return the samples, in order; block this thread until all have finished.
+        """Return the samples, in order; block this thread until all samples have finished.
 
         Args:
-            timeout_s: seconds to wait. None: no limit.
+            timeout_s: seconds to wait; if None, there is no limit.
 
         Raises:
-            DeadlineError: the samples did not finish within `timeout_s`. They continue.
+            DeadlineError: the samples did not finish within `timeout_s`. The request continues.
             RolloutError: the request failed.
             asyncio.CancelledError: the future was cancelled.
             RuntimeError, asyncio.InvalidStateError: the call would never return, because this thread runs the event loop
@@ -142,7 +142,7 @@ class RequestFuture(asyncio.Future[Any]):
     def fail(self, error: type | BaseException) -> None:
         """Finish the future with an error. Any thread may call this. No effect if the future has already finished."""
         if self._finish(super().set_exception, error) and isinstance(error, RequestAbortedError):
-            # Retrieve the exception: otherwise asyncio would log it as never retrieved.
+            # Retrieve the exception, or asyncio would log that it was never retrieved.
             self.exception()
 
     set_result, set_exception = end, fail
@@ -158,7 +158,7 @@ class RequestFuture(asyncio.Future[Any]):
         return True
 
     def _tell(self, fn: Told, loop: asyncio.AbstractEventLoop | None, context: Context | None) -> None:
-        """Call `fn(self)` on `loop` once the future has finished. None: call it on the thread that finishes the future."""
+        """Call `fn(self)` on `loop` once the future has finished; if None, on the thread that finishes the future."""
         with self._changing:
             if not self.done():
                 self._told.append((fn, loop, context))
@@ -180,15 +180,15 @@ class RequestFuture(asyncio.Future[Any]):
 
 
 Delta = TextDelta
-"""The delta that `InferenceClient.add_request_streaming` yields. Only a sample's last delta has text."""
+"""The delta that `InferenceClient.add_request_streaming` yields. Only a sample's last delta contains text."""
 
 
 class Readers:
-    """The readers of streams to wake. A `flush` makes one call per event loop, however many of its streams have tokens.
+    """The stream readers to wake. A `flush` makes only one thread-safe call per event loop, for all of the loop's readers.
 
     Args:
-        schedule: a function that runs `flush` soon; it is called when the first reader waits to be woken. None: the caller
-            runs `flush`.
+        schedule: a function that is given `flush` and runs it soon. It is called when a first reader is to be woken. If
+            None, the owner of this object calls `flush`.
     """
 
     def __init__(self, schedule: Callable[[Callable[[], None]], object] | None = None) -> None:
@@ -223,14 +223,14 @@ def _wake_all(sleepers: list[asyncio.Future[None]]) -> None:
 class RequestStream:
     """A stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
-    A stream has one reader, on any event loop. Leaving the iteration early aborts the request: at once with
+    A stream has one reader, on any event loop. Leaving the iteration early aborts the request: at once inside
     `contextlib.aclosing`, otherwise when Python finalises the iterator. A delta is built when it is read, on the reader's
     thread.
 
     Args:
         future: the future of the same group.
-        reader: builds the yielded deltas.
-        readers: wakes the stream's reader when tokens arrive.
+        reader: the builder of the yielded deltas.
+        readers: the registry through which this stream's reader is woken when tokens arrive.
         whole: whether to yield each sample once, as a whole, when the group has finished.
     """
 
@@ -241,7 +241,7 @@ class RequestStream:
         self._readers = readers
         self._waiting: deque[tuple[SampleDelta | None, DynamicInferenceRequest | None]] = deque()
         self._closed = False
-        # Guard the sleeper with a lock, so that no wake-up is lost or sent to a reader that is already awake.
+        # Guard `_sleeper` with a lock, so that no wake-up is lost or sent to a reader that is already awake.
         self._lock = threading.Lock()
         self._sleeper: Sleeper | None = None
 
@@ -265,7 +265,7 @@ class RequestStream:
     result = results
 
     def take_waiting(self) -> list[TextDelta]:
-        """Return the deltas that have arrived but were not read yet. Does not wait for further deltas."""
+        """Return the deltas that have arrived but were not read yet, without waiting for further deltas."""
         return list(iter(self._next, None))
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
@@ -323,7 +323,7 @@ class RequestStream:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the reader has read everything. If not, further tokens may be collected and delivered together."""
+        """Whether the reader has read everything. While it has not, new tokens may be collected and delivered together."""
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:
@@ -342,7 +342,7 @@ class RequestStream:
         """Finish the stream with an error."""
         self.future.fail(error)
         if not self.future.cancelled():
-            # Mark the exception as retrieved, or asyncio logs it: the reader gets it by iterating over the stream.
+            # Retrieve the exception, or asyncio would log it. The reader gets it by iterating over the stream.
             self.future.exception()
         self._wake()
 

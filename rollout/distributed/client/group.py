@@ -54,13 +54,13 @@ class OpenGroup:
     error: RolloutError | None = None
     """The error with which the group failed, or None."""
     on_update: Callable[[OpenGroup, Stretch], object] = noop
-    """The callback for tokens that arrive and samples that finish."""
+    """The callback that runs when tokens have arrived or samples have finished."""
     on_done: Callable[[OpenGroup], object] = noop
-    """The callback for the group's end, with samples or with an error."""
+    """The callback that runs when the group has finished, complete or with an error."""
     images: ImageInputs | None = None
     """The tensors of the prompt's images; None if the prompt has no images."""
     keyed: bytes = b""
-    """The prompt's tokens with keys of the images in place of the image placeholders, as int32. Block hashes are computed
+    """The prompt's tokens as int32, with a key of the image instead of every image placeholder. Block hashes are computed
     from them. Empty if the prompt has no images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
@@ -104,7 +104,7 @@ class OpenGroup:
         """Add a stretch of new tokens.
 
         Raises:
-            LostFramesError: tokens are missing between the tokens received so far and the stretch.
+            LostFramesError: tokens between the tokens received so far and the stretch are missing.
             SerializationError: a sample of the stretch does not exist or has already finished.
         """
         if not self._open.issuperset(stretch.indices):
@@ -121,10 +121,10 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return all tokens received for these samples (None: all samples), for `submit(…, known=…)` in another session.
+        """Return all tokens received for these samples (all samples if None), for `submit(…, known=…)` in another session.
 
-        The tokens are joined into one stretch; the list is empty if there are none. Finished samples are included with
-        their outcomes, and are not computed again.
+        The list contains one stretch, or is empty if there are no tokens. Finished samples are included with their
+        outcomes, and are not computed again.
         """
         return self._tokens.known(self._tokens.lengths if samples is None else samples)
 
@@ -135,7 +135,7 @@ class OpenGroup:
         return self._tokens.deltas([index]).get(index) or SampleDelta(self.request_id, index)
 
     def result(self) -> list[DynamicInferenceRequest]:
-        """Return the finished samples as requests, in order: all n unless fewer were wanted. They share `prompt_tokens`.
+        """Return the finished samples as requests, in order. All of them share one `prompt_tokens` list.
 
         Raises:
             RolloutError: the group failed.

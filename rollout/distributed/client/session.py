@@ -1,8 +1,8 @@
 """The client side of the protocol as a state machine: checked requests, open groups and pending calls. No I/O.
 
-- An open group finishes exactly once, complete or with an error, and stays readable.
+- An open group finishes exactly once, complete or with an error. Its samples stay readable.
 - A message for a finished group is dropped.
-- A message that contradicts the tokens received raises a `SerializationError`, which ends the connection.
+- A message that contradicts the tokens received so far raises a `SerializationError`, which closes the connection.
 """
 
 from __future__ import annotations
@@ -48,19 +48,18 @@ class RequestOptions(TypedDict, total=False):
     """The optional arguments of a group, in addition to its prompt and sampling parameters."""
 
     priority: int
-    """The group's priority; groups with a higher priority run first. Default: 0."""
+    """The group's priority. Groups with a higher priority run first. Default: 0."""
     timeout_s: float | None
-    """The number of seconds after which the group fails. Default: None, no deadline while any rank is connected."""
+    """The number of seconds after which the group fails. Default: None, so no deadline while any rank is connected."""
     interval: int
-    """The number of tokens per sample between two reports; 0: the coordinator's configured interval. Default: 0, but 1 for
-    streams."""
+    """The number of tokens per sample between two reports. If 0, the coordinator's configured interval applies. Default: 0,
+    but 1 for streams."""
     arrival_time: float | None
-    """The time of arrival, in wall-clock seconds. Default: None, the current time."""
+    """The time of arrival, in wall-clock seconds. Default: None, which means the current time."""
     known: Iterable[wire.Stretch]
     """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: no tokens."""
     min_policy_version: int
-    """The lowest policy version with which an engine may compute the group; the group waits for such an engine. Default: 0.
-    """
+    """The lowest policy version with which an engine may compute the group, which waits for such an engine. Default: 0."""
 
 
 _HINTS = get_type_hints(wire.Submit, include_extras=True)
@@ -87,7 +86,7 @@ def int32_tokens(prompt: TokenIds) -> bytes:
         InvalidRequestError: `prompt` is empty, or is not a row of integers in [0, 2**31).
     """
     try:
-        # Pack lists with array(): numpy takes ten times as long for a list.
+        # Pack lists with array(), because numpy takes ten times as long for a list.
         row = array("i", prompt) if isinstance(prompt, list | tuple) else prompt
         tokens = np.frombuffer(row, "<i4") if isinstance(row, bytes) else np.asarray(row)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -105,8 +104,8 @@ SMALLER = "let the processor make smaller images, or have every rank compute its
 
 
 Call = Future[Any]
-"""A pending call to the coordinator. Its result is a number for a control call, such as evicted blocks, the table for a
-status call, and None for a barrier."""
+"""A pending call to the coordinator. The result of a control call is a number (such as evicted blocks), the result of a
+status call is a table, and the result of a barrier is None."""
 
 
 class ClientSession:
@@ -116,7 +115,7 @@ class ClientSession:
 
     Args:
         send: a function that sends a message to the coordinator.
-        clock: returns wall-clock seconds, for arrival times.
+        clock: a function that returns the wall-clock time in seconds, for arrival times.
         on_refused: called when the coordinator rejects a frame without ending the session.
     """
 
@@ -134,7 +133,7 @@ class ClientSession:
         on_refused: Callable[[wire.Refused], object] = noop,
     ) -> None:
         self.error: ConnectionLostError | None = None
-        """The error with which the session has ended; None while it is open."""
+        """The error with which the session has ended; None while the session is open."""
         self._send = send
         self._clock = clock
         self._on_refused = on_refused
@@ -163,7 +162,8 @@ class ClientSession:
 
         Args:
             prompt: text, token ids in [0, 2**31), or the processor's result for one prompt with images.
-            wanted: indices of the samples to compute. None: all samples that `known` does not finish.
+            params: the sampling parameters of the group.
+            wanted: indices of the samples to compute; if None, all samples that are not finished in `known`.
             priority, timeout_s, interval, arrival_time, known, min_policy_version: see `RequestOptions`.
 
         Raises:
@@ -214,11 +214,9 @@ class ClientSession:
         return group
 
     def abort(self, request_id: int) -> bool:
-        """Request the abort of a group, which then fails with `RequestAbortedError` unless its result arrives first.
+        """Request the abort of a group; return False if the group was not open.
 
-        Returns:
-            False if the group was not open.
-        """
+        The group then fails with `RequestAbortedError`, unless its result arrives first."""
         self._refuse_when_lost()
         if request_id not in self._open:
             return False
@@ -226,7 +224,7 @@ class ClientSession:
         return True
 
     def control(self, signal: str, argument: int | str | None, timeout_s: float) -> Call:
-        """Send a control call, which completes when all engines have answered, or fails after `timeout_s` seconds."""
+        """Send a control call. It completes when all engines have answered, and fails after `timeout_s` seconds."""
         return self._call(lambda call_id: wire.Control(call_id, signal, argument, timeout_s))
 
     def status(self) -> Call:
@@ -236,7 +234,7 @@ class ClientSession:
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:
         """Report this member's arrival at barrier `index`.
 
-        The call completes when every member has arrived at that barrier or at a later one."""
+        The returned call completes when every member has arrived at this barrier or at a later barrier."""
         self._refuse_when_lost()
         self._send(wire.Barrier(index, what, policy_version))
         call = Call()
@@ -244,9 +242,7 @@ class ClientSession:
         return call
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that the collective call for which this member arrived at barrier `index` failed.
-
-        The arrival stays registered."""
+        """Report that this member's collective call at barrier `index` failed. The arrival stays registered."""
         self._refuse_when_lost()
         self._send(wire.Barrier(index, GIVEN_UP, 0))
 
@@ -320,7 +316,7 @@ class ClientSession:
 
     def _tell_the_end(self, group: OpenGroup) -> None:
         on_done = group.on_done
-        # Drop the callbacks, which often refer to the group: otherwise the reference cycle would keep both alive.
+        # Drop the callbacks. They often refer to the group, and the reference cycle would keep both alive.
         group.on_done = group.on_update = noop
         on_done(group)
 

@@ -1,7 +1,7 @@
-"""Incremental detokenisation of a group's new tokens: text, log-probs and finish reasons per sample.
+"""The incremental detokenisation of a group's new tokens: text, log-probs and finish reasons per sample.
 
-The texts of a sample's deltas since its last restart, joined, are the sample's final text. Incomplete UTF-8 and possible
-beginnings of a stop string are held back, so emitted text is final. The work per token is constant.
+A sample's final text is the concatenation of the texts of its deltas since the last restart. Incomplete UTF-8 and possible
+beginnings of a stop string are held back, so emitted text does not change. The work per token is constant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class TextDelta:
-    """New text and tokens of one sample. It is read-only; per-token lists have one entry per new token.
+    """The new text and tokens of one sample. It is read-only. Per-token lists have one entry per new token.
 
-    A token's text may arrive in a later delta than the token, so a delta may have only text or only tokens.
+    A token's text may arrive in a later delta than the token, so a delta may contain only text or only tokens.
     """
 
     sample_index: int
@@ -41,22 +41,22 @@ class TextDelta:
     error: str | None = None
     """The reason why the sample failed, in the sample's last delta; otherwise None."""
     routed_experts: Routes | None = None
-    """Expert routes [rows, layers, k], with k experts per token; None unless the engine records routes. The last row belongs
-    to the position from which the last new token was sampled. There may be more rows than new tokens: the first delta
-    includes the prompt's rows, and in later deltas rows of recomputed KV replace earlier rows."""
+    """The expert routes [rows, layers, k], with k experts per token; None unless the engine records routes. The last row
+    belongs to the position from which the last new token was sampled. There may be more rows than new tokens: the first
+    delta includes the prompt's rows, and in later deltas rows of recomputed KV replace earlier rows."""
     kept_tokens: list[list[int]] | None = None
-    """The ids among which each new token was drawn; None unless `params.return_kept_tokens` is set."""
+    """The token ids from which each new token was drawn; None unless `params.return_kept_tokens` is set."""
 
 
 class GroupText:
     """A builder of the text deltas of one group.
 
-    If the engine's final text does not begin with the emitted text, the last delta is marked as `restarted`. It then
-    contains the whole sample, with the engine's text.
+    If the engine's final text does not begin with the emitted text, the last delta has `restarted` set and contains the
+    whole sample, with the engine's text.
 
     Args:
         params: the group's sampling parameters.
-        tokenizer: the engine's tokenizer. None: only a sample's last delta has text.
+        tokenizer: the engine's tokenizer; if None, only a sample's last delta contains text.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
@@ -68,8 +68,8 @@ class GroupText:
         """Return the delta that a stream yields for new tokens of a sample, or None if there is nothing to yield.
 
         Args:
-            delta: the sample's new tokens; they start at 0 if the sample was restarted. None: yield `ended` as a whole.
-            ended: the finished sample, if `delta` has its last tokens; otherwise None.
+            delta: the sample's new tokens, which start at 0 if the sample was restarted; if None, `ended` is yielded whole.
+            ended: the finished sample if `delta` contains its last tokens or is None; otherwise None.
         """
         if delta is None:
             return None if ended is None else whole(ended)
@@ -143,9 +143,7 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the part of the engine's final text that was not emitted yet.
-
-        None if the final text does not begin with the emitted text."""
+        """Return the rest of the final `text` after the emitted text, or None if `text` does not begin with the latter."""
         if self._text is None:
             return text or ""
         if text is not None:

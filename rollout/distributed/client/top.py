@@ -1,6 +1,6 @@
 """`rollout top ADDRESS`: a terminal view of a running job, built from its coordinator's status.
 
-`draw` shows the latest readings of the status. Rates are differences between two readings.
+Rates such as tokens/s are computed from the differences between two readings of the status.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 HISTORY = 40
-"""The number of readings in a history bar. With name and number in front, a line fits into 80 columns."""
+"""The number of readings in a history bar. A line with a name, a number and the bar then fits into 80 columns."""
 RANK_COLUMNS = ("rank", "state", "version", "running", "waiting", "assigned", "tokens/s", "progress")
 
 
@@ -76,7 +76,7 @@ def _keys(path: str | None) -> JobKeys | None:
 
 
 def draw(address: str, readings: Sequence[Reading]) -> RenderableType:
-    """Return a view of the job for rich to display. Rates appear once there are two readings."""
+    """Return a rich renderable of the job. Rates appear once there are two readings."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -135,7 +135,7 @@ def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], most: float = 0.0) -> str:
-    """Return one bar per value, scaled to `most` or the largest value; empty for fewer than two values."""
+    """Return one bar character per value, relative to the maximum of `values` and `most`; empty for fewer than 2 values."""
     most = max(most, *values) if len(values) > 1 else 0.0
     return "".join("▁▂▃▄▅▆▇█"[int(7 * value / most) if most else 0] for value in values) if len(values) > 1 else ""
 
@@ -148,7 +148,7 @@ def _seconds(found: Sequence[float]) -> str:
 
 
 def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
-    """Return the tokens per second of each rank that is in both readings; 0 for a rank that has restarted."""
+    """Return the tokens per second of each rank that is in both readings; 0 if a rank has restarted in between."""
     if after is None or after.at <= before.at:
         return {}
     tokens = {rank["name"]: rank["tokens"] for rank in before.status["ranks"]}
@@ -160,7 +160,7 @@ def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
 
 
 async def _watch(address: str, keys: JobKeys | None, interval_s: float, once: bool) -> None:
-    """Show readings until interrupted. With `once`, print a single view after two readings."""
+    """Show the latest readings until interrupted. If `once`, print a single view after two readings."""
     from rich.console import Console
     from rich.live import Live
 

@@ -31,8 +31,8 @@ def main() -> int:
 
 def _announce(address: str) -> None:
     os.write(STDOUT, json.dumps([address, None]).encode())
-    # Redirect stdout to /dev/null: the launcher reads until its pipe closes, and later output must not fill a pipe that
-    # nobody reads.
+    # Redirect stdout to /dev/null. This closes the pipe, so that the launcher's read returns, and later output cannot
+    # block on a pipe that nobody reads.
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, STDOUT)
     os.close(nothing)

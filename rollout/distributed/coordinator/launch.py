@@ -1,8 +1,8 @@
-"""Starts the coordinator in a child process.
+"""The launch of the coordinator in a child process.
 
     launcher                                   child (`python -m rollout.distributed.coordinator`)
-    stdin   ── pickle of configuration and keys ──▶   kept open: it closes when the launcher dies
-    stdout  ◀── JSON of the address, or an error ─    then closed
+    stdin   ── pickle of configuration and keys ──▶   then stays open, so that the child notices when the launcher dies
+    stdout  ◀── JSON of the address, or an error ─    then is closed
 
 Secrets are sent only through the pipe, because other users could read command-line arguments and environment variables.
 """
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHandle:
-    """A handle of the coordinator's process, which runs until the launcher and the last client have exited."""
+    """A handle of the coordinator's process. The process exits once the launcher and the last client have exited."""
 
     address: str
     process: subprocess.Popen[bytes]
@@ -83,7 +83,7 @@ def launch_coordinator(
 
     Args:
         config: options of the coordinator.
-        keys: the job's keys, including the server's secret key; None: no keys.
+        keys: the job's keys, including the server's secret key; if None, the coordinator uses no keys.
         timeout_s: seconds within which the coordinator must listen.
 
     Raises:
@@ -99,8 +99,8 @@ def launch_coordinator(
         start_new_session=True,
         env=_environment(),
     )
-    # Close the pipe in forked children: a child's copy would keep the coordinator running after this process has
-    # exited.
+    # Close the pipe in forked children. A child's copy would keep the pipe open, and so the coordinator running, after
+    # this process has exited.
     forks.in_child(cast(IO[bytes], process.stdin), lambda pipe: pipe.close())
     late = threading.Event()
 
@@ -141,7 +141,7 @@ def launch_coordinator(
 
 
 def _environment() -> dict[str, str]:
-    """Return the child's environment: the launcher's, with this package importable and single-threaded numeric libraries."""
+    """Return the child's environment: the launcher's, plus this package's path and single-threaded numeric libraries."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}

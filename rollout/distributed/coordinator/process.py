@@ -3,8 +3,8 @@
 One turn of the loop: poll → receive → tokenizer results → timers → send → schedule file.
 
 A turn blocks only in its poll, until a frame, a tokenizer result, a signal or a deadline. The work and memory of a turn are
-bounded, and libzmq receives fairly from all peers. A peer that does not read is dropped when `PIPE_MESSAGES` messages wait
-for it; a killed peer is dropped at the next heartbeat to it.
+bounded, and libzmq receives fairly from all peers. A peer that does not read is dropped when more than `PIPE_MESSAGES`
+messages wait for it. A killed peer is dropped when the next heartbeat is sent to it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
 PIPE_MESSAGES = 1000
-"""The number of messages that libzmq queues for a peer that does not read. With more, the peer counts as lost."""
+"""The number of messages that libzmq queues for a peer that does not read. If more are sent, the peer counts as lost."""
 READ_AHEAD_MESSAGES = 1
 """The number of complete messages from a peer that libzmq stores until the coordinator reads them."""
 GOODBYE_S = 1.0
-"""Seconds in which the last frames must be sent when the coordinator ends."""
+"""Seconds within which the last frames must be sent when the coordinator shuts down."""
 HANDSHAKE_S = 10
 """The timeout of the ZMTP handshake, in seconds."""
 PENDING_CONNECTIONS = 4096
@@ -55,7 +55,7 @@ def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | N
     """Return a configured ROUTER socket that is not bound yet."""
     router: Socket = context.socket(zmq.ROUTER)
     router.router_mandatory = True
-    # Let a reconnecting peer take over its identity: the peer may return before this side notices that its old
+    # Let a reconnecting peer take over its identity, because it may return before this side has noticed that the old
     # connection broke.
     router.router_handover = True
     router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
@@ -107,23 +107,25 @@ def resolved(host: str) -> str:
 
 
 TURN_S = 0.005
-"""Seconds for which a turn receives messages. It is short, so that the turn's own messages are sent soon."""
+"""Seconds for which a turn receives messages. It is short so that outgoing messages, which the turn sends afterwards, do not
+wait long."""
 MAX_FRAMES_PER_MESSAGE = 512
-"""The maximum number of frames per ZMQ message. A longer message is rejected without being decoded: libzmq alternates
-between peers per message, so long messages would be unfair."""
+"""The maximum number of frames per ZMQ message. A longer message is rejected without being decoded: libzmq takes one message
+per peer in turn, so a peer with long messages would get more than its share of the time."""
 LONGEST_WAIT_S = 60.0
 
 
 class DataParallelInferenceCoordinator:
     """The coordinator of a job. It exchanges the messages in `rollout.distributed.protocol.messages` with clients and ranks.
 
-    To serve in a thread of this process, call `start()` and `stop()`; to serve in the current thread, call `bind()` and
+    To serve in a thread of this process, call `start()` and `stop()`. To serve in the current thread, call `bind()` and
     `run()`. The methods about ranks and hashes are not thread-safe: call them before the coordinator has started, or on its
     thread.
 
     Args:
         config: options of the coordinator.
-        keys: the job's keys, including the server's secret key; None: no keys, which is allowed on loopback.
+        keys: the job's keys, including the server's secret key. None, which means no keys, is allowed only on loopback or
+            with `CoordinatorConfig.insecure`.
 
     Raises:
         ConfigError: the host is not loopback, and neither `keys` nor `CoordinatorConfig.insecure` is given.
@@ -153,8 +155,8 @@ class DataParallelInferenceCoordinator:
         self._launcher: int | None = None
         self._orphaned = False
         self._stop_reason: str | None = None
-        # Create a context of our own: a ZeroMQ context has only one ZAP handler (for authentication), and others may
-        # use the global one.
+        # Create a separate ZeroMQ context: a context can have only one ZAP handler (for authentication), and other code
+        # may use the global context.
         self._context = Context()
         self._schedule = ScheduleFile(None, self._core.dispatcher.policy, config.data_parallel_size)
         self._gatekeeper: Gatekeeper | None = None
@@ -178,7 +180,7 @@ class DataParallelInferenceCoordinator:
         """Open the socket and the schedule file.
 
         Returns:
-            The address, `tcp://address:port`. It is a wildcard if the socket listens on all interfaces.
+            The address, `tcp://host:port`. The host is a wildcard if the socket listens on all interfaces.
 
         Raises:
             ConfigError: the port is taken, the address is not an address of this machine, or the schedule file cannot be
@@ -196,7 +198,7 @@ class DataParallelInferenceCoordinator:
         return listen(self._router, self._interface, config)
 
     def close(self) -> None:
-        """Close sockets and files. `run` calls this when it ends. Idempotent."""
+        """Close sockets and files. `run` calls this before it returns. Idempotent."""
         self._texts.close()
         self._schedule.close()
         self._context.destroy(linger=int(GOODBYE_S * 1000))
@@ -246,8 +248,8 @@ class DataParallelInferenceCoordinator:
 
     def _wait(self) -> None:
         seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
-        # Check for pending input first: the descriptors are edge-triggered, so poll() does not report input that
-        # arrived earlier.
+        # Check for pending input first: the descriptors are edge-triggered, so poll() does not report input that arrived
+        # before the call.
         if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
             seconds = 0.0
         for descriptor, _ in self._poll.poll(math.ceil(max(0.0, seconds) * 1000)):
@@ -281,8 +283,8 @@ class DataParallelInferenceCoordinator:
             self._core.receive(peer, sequence, message, now)
 
     def _send(self, now: float) -> None:
-        # Repeat until nothing is left to send: if a peer is lost while sending, requeueing its samples creates more
-        # messages.
+        # Repeat until nothing is left to send: if sending shows that a peer is lost, its samples are reassigned, which
+        # creates more messages.
         while taken := self._core.take_outbox():
             frames: dict[bytes, list[bytes]] = {}
             for peer, sequence, message in taken:
@@ -358,21 +360,21 @@ class DataParallelInferenceCoordinator:
         coordinator.serve(announce, None if parent is None else parent.sentinel)
 
     def serve(self, announce: Callable[[str], None], launcher: int | None) -> None:
-        """Bind, announce the address, and serve on the main thread of a dedicated process. SIGTERM ends the service.
+        """Bind, announce the address, and serve on a dedicated process's main thread until the job stops or SIGTERM arrives.
 
         Args:
             announce: a function that is called with the address.
-            launcher: a file descriptor that becomes readable or closes when the launcher dies; None: no launcher.
+            launcher: a file descriptor that becomes readable or closes when the launcher dies; None if nothing is watched.
         """
-        # Ignore Ctrl-C: a terminal sends it to all its processes, but only the trainer handles it.
+        # Ignore Ctrl-C, which a terminal sends to all its processes: the trainer handles it and stops this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
-        # Let signals wake the poll: otherwise a signal that arrives just before the poll would be handled only after
-        # it.
+        # Let signals wake the poll. Otherwise a signal that arrives just before the poll would be handled only after the
+        # poll's timeout.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
-        # Disable garbage collection: this process creates no reference cycles, and a collection would block for 0.3 s
-        # per 100,000 requests.
+        # Disable the cyclic garbage collection: this process creates no reference cycles, and a collection would block
+        # it for 0.3 s per 100,000 requests.
         gc.freeze()
         gc.disable()
         if launcher is not None:

@@ -5,9 +5,9 @@
     {"request_id": 1, …}
     ], "num_requests": 2}
 
-A single write replaces the closing line with the new records and a new closing line. `num_requests` counts requests; a
-request that was split or reassigned has several records. After a write error (disk full) the file is closed with a warning,
-and the coordinator continues without it.
+A single write replaces the closing line with the new records and a new closing line. `num_requests` counts requests, not
+records: a request that was split or reassigned has several records. After a write error (such as a full disk) the file is
+closed with a warning, and the coordinator continues without the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ScheduleFile:
     """A writer of the schedule file, which replaces an existing file.
 
     Args:
-        path: path of the file; None: nothing is written.
+        path: path of the file; if None, nothing is written.
         policy: the effective routing policy.
         data_parallel_size: number of ranks of the job.
 

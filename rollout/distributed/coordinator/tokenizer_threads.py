@@ -1,6 +1,6 @@
 """Tokenisation and detokenisation in separate threads, so that they do not block the coordinator's loop.
 
-A text or tokenizer that raises an error fails only the request concerned. The tokenizer is loaded by the first job.
+If the tokenizer raises an error for a text, only the request with this text fails. The first job loads the tokenizer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _log = logging.getLogger(__name__)
 
 
 TextResult = Sequence[int] | Exception | list[str | None]
-"""The result of a job. Tokenisation: the token ids (an int32 array), or an exception. Detokenisation: a list with the text
-of each completion, or None for a completion that cannot be decoded."""
+"""The result of a job. Tokenisation returns the token ids (an int32 array), or an exception. Detokenisation returns a list
+with the text of each completion, or None for a completion that cannot be decoded."""
 
 
 class TextCodec:
-    """A tokenizer from the `tokenizers` library, which is loaded at its first use. Thread-safe.
+    """A tokenizer of the `tokenizers` library, which is loaded at its first use. Thread-safe.
 
     Args:
-        tokenizer: path or content of a `tokenizer.json`; None: there is no tokenizer, so prompts must be token ids.
+        tokenizer: path or content of a `tokenizer.json`. If None, there is no tokenizer, so prompts must be token ids.
     """
 
     def __init__(self, tokenizer: str | None) -> None:
@@ -86,7 +86,8 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
         raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
     content = source if source.lstrip().startswith("{") else Path(source).read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(content)
-    # Turn off truncation and padding: a tokenizer keeps both settings from its last use, and prompts must have neither.
+    # Turn off truncation and padding: a `tokenizer.json` contains the settings of its last use, but prompts must be
+    # neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -111,7 +112,7 @@ class TextWorker:
         self._threads.submit(self._work, job)
 
     def take_results(self) -> list[tuple[int, TextResult]]:
-        """Return the (job id, result) pairs of the jobs that have finished since the last call."""
+        """Return (job id, result) pairs of the jobs that have finished since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Collective calls of the ranks: counted, synchronised at the coordinator's barriers, robust to a disconnected rank.
+"""The collective calls of the ranks. The coordinator's barriers synchronise them, even if a rank is disconnected for a time.
 
-Every rank counts the collective calls that it has completed; the count is the number of the next call's barrier. The count
-is also published in the store, so a rank that is disconnected at the end of a call does not wait forever.
+Every rank counts the collective calls that it has completed. The count is the number of the next call's barrier. It is also
+published in the store. A rank that was disconnected at the end of a call reads there that the call has finished, instead of
+waiting forever at its barrier.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class CollectiveCalls:
         self._ended = 0
         """The number of completed calls."""
         self._barrier: Future[None] | None = None
-        """The result of this rank's arrival at the barrier of the current call; None: it has not arrived."""
+        """The result of this rank's arrival at the barrier of the current call; None if this rank has not arrived."""
         self._finishing = False
-        """Whether this rank has arrived at the barrier that ends the current `generate`."""
+        """Whether this rank has arrived at the barrier at the end of the current `generate`."""
         self._sessions_left = 0
-        """`JobMember.sessions_left` at the end of the last call. If `sessions_left` is higher now, the reply of the barrier
-        may have been sent to an old session."""
+        """The value of `JobMember.sessions_left` at the end of the last call. If it is higher now, the barrier's reply may
+        have been sent to an old session."""
 
     def meet(self, call: str, timeout_s: float | None = None) -> None:
         """Wait at a barrier until all ranks have made the same call.
@@ -51,8 +52,8 @@ class CollectiveCalls:
             ConfigError: a rank has failed to join the job.
         """
         if self._passed():
-            # Finish the earlier barrier first: a `generate` was interrupted on this rank, but has finished on all other
-            # ranks.
+            # Complete the earlier call first: its `generate` was interrupted on this rank, but all ranks have arrived at
+            # its barrier.
             self._end()
         self._barrier, self._finishing = None, False
         limit = self._timeout_s if timeout_s is None else timeout_s
@@ -91,7 +92,7 @@ class CollectiveCalls:
         return None if world.rank else [world.wait_for(key, self._timeout_s) for key in keys]
 
     def try_finish(self) -> bool:
-        """Arrive at the barrier that ends `generate`, without waiting; return whether all ranks have arrived.
+        """Arrive at the barrier at the end of `generate` without waiting; return whether all ranks have arrived.
 
         Raises the same errors as `meet`.
         """
@@ -107,7 +108,7 @@ class CollectiveCalls:
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
-        # Return False and keep the arrival at the barrier, which stays valid: `wait` has already raised this error.
+        # Return False: the next call arrives at the barrier again. Until then `wait` reconnects or reports missing ranks.
         if isinstance(barrier.exception(), ConnectionLostError | DeadlineError):
             self._on_event()
             return False
@@ -116,7 +117,7 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """Report that `generate` failed on this rank, so that the other ranks may be in a different call at its barrier."""
+        """Report that `generate` failed on this rank. Its arrival at the barrier then matches any call of other ranks."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False
@@ -145,7 +146,7 @@ class CollectiveCalls:
         try:
             status = self._member.status()
         except (ConnectionLostError, DeadlineError):
-            # Ignore the error: the next call reconnects, once the session counts as lost.
+            # Ignore the error: once the session counts as lost, the next call reconnects.
             return
         computing = (rank["running"] and rank["since_progress_s"] < self._timeout_s for rank in status["ranks"])
         if status["state"] != CoordinatorState.RUNNING or any(computing):

@@ -1,12 +1,12 @@
-"""The backend of `RolloutManager` on several ranks: a client and a worker next to the engine, joined by a coordinator.
+"""The backend of `RolloutManager` on several ranks: a client and a worker next to each engine, and one coordinator.
 
-    generate() on every rank     submit own groups → step the engine for assigned samples → own results
-    own results complete         keep stepping for the other ranks until all arrive at the barrier
-    between two generates        no steps; the worker's threads keep the sessions alive
+    generate() on every rank     submit own groups → step the engine for assigned samples → receive own results
+    own results complete         keep stepping for the other ranks until all ranks arrive at the barrier
+    between two generates        make no steps; the worker's threads keep the sessions alive
 
-Every rank records the tokens received for its own groups. So no token is lost with a rank or with the coordinator: rank 0
-starts another coordinator, and every rank resubmits its open groups. A group's seed is set before the group is submitted, so
-its samples do not depend on the ranks that compute them.
+Every rank records the tokens received for its own groups, so they survive the loss of another rank or of the coordinator. In
+the latter case rank 0 starts another coordinator, and every rank resubmits its open groups. A group's seed is set before the
+group is submitted, so its samples do not depend on the ranks that compute them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from rollout.state import FinishReason, Status
 from rollout.threads.loop_thread import LoopThread
 
 ASK_AGAIN_S = 0.01
-"""Seconds between two status requests while other ranks are behind."""
+"""Seconds between two status requests while other ranks have an older policy version."""
 
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A group of this rank, until each of its samples has been returned."""
+    """A group that this rank has submitted, until each of its samples has been returned."""
 
     group_id: int
     prompt: list[int]
@@ -59,9 +59,9 @@ class OwnGroup:
     missing: set[int]
     """The indices of the samples that have not been returned yet."""
     saved: list[Stretch]
-    """The tokens from before the group was submitted by this process, such as tokens in a checkpoint."""
+    """The tokens known before this process submitted the group, such as tokens in a checkpoint."""
     open: OpenGroup | None = None
-    """The submitted group, with all its tokens; None until the group is submitted."""
+    """The submitted group with all its tokens; None until the group is submitted."""
     error: RolloutError | None = None
     """The reason why the missing samples have no result; None if the group has not failed."""
     priority: int = 0
@@ -95,7 +95,7 @@ class OwnGroup:
         return requests
 
     def returned(self, index: int, result: DynamicInferenceRequest) -> DynamicInferenceRequest:
-        """Return the result of a sample under the group's own id, and count the sample as returned."""
+        """Return a sample's result with the group's id, text and metadata, and count the sample as returned."""
         result.request_id, result.prompt, result.metadata = self.group_id, self.text, self.metadata
         self.missing.discard(index)
         return result
@@ -114,8 +114,8 @@ class OwnGroup:
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
-    # Do not wait for a rank that is at the barrier while the barrier awaits other ranks: it reaches `version` only
-    # after its current call, which ends when all ranks have arrived.
+    # Do not wait for a rank that is at the barrier while the barrier waits for other ranks. It updates its weights only
+    # after its current call, which returns only when all ranks have arrived.
     return all(awaited and name not in awaited for name in behind)
 
 
@@ -124,7 +124,7 @@ class DataParallelBackend:
 
     Args:
         engine: the engine of this rank.
-        config: options of the coordinator; None: the defaults. See `JobCoordinator`.
+        config: options of the coordinator; if None, the defaults. See `JobCoordinator`.
         world: the ranks of the job.
 
     Raises:
@@ -157,11 +157,11 @@ class DataParallelBackend:
         )  # fmt: skip
         self._calls = CollectiveCalls(self._member, world, self.wake)
         try:
-            # Start as idle: samples assigned before the first `generate` then go to the first rank that calls
-            # `generate`.
+            # Start as idle, so that samples assigned to this rank before its first `generate` can move to a rank that
+            # already generates.
             self._member.start(idle=True)
-            # Wait for all ranks: assignments do not move to ranks that join later, so a rank that started alone would
-            # compute everything.
+            # Wait for all ranks. Assignments do not move to ranks that join later, so a rank that started alone would
+            # compute all samples.
             self._calls.meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
@@ -213,8 +213,8 @@ class DataParallelBackend:
 
     def _send(self, group: OwnGroup) -> None:
         wanted = tuple(group.missing)
-        # Do nothing if the connection is lost: the next client sends the group. The group may also have been aborted or
-        # returned.
+        # Do nothing if the connection is lost, because `_send_all` sends the group again on the next connection, or if
+        # the group was aborted or returned in the meantime.
         if (client := self._member.connected) is None or group.ended or not wanted:
             return
         try:
@@ -262,7 +262,7 @@ class DataParallelBackend:
         worker.report_active()
         if (why := self._member.lost) is not None:
             self._calls.recover(why)
-            # Return, so that the caller arrives at the barrier again before it waits.
+            # Return without waiting, so that the caller arrives at the barrier again first.
             return
         if not self._happened:
             self._engine.lifecycle.refuse_when_stopped()
@@ -271,7 +271,7 @@ class DataParallelBackend:
             self._calls.refuse_if_ranks_are_missing()
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one engine step; return the finished samples of this rank's groups, whichever rank computed them."""
+        """Make at most one engine step; return the finished samples of this rank's groups, computed by any rank."""
         self._happened = False
         self._member.worker.step()
         return self.take_ended()
@@ -312,7 +312,7 @@ class DataParallelBackend:
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:
-        """Return whether every rank has finished its groups. Until then this rank computes for others."""
+        """Return whether every rank has finished its groups. Until then this rank computes samples of other ranks."""
         return self._calls.try_finish()
 
     def barrier(self, what: str) -> None:
@@ -326,17 +326,17 @@ class DataParallelBackend:
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
         """Return the values of all ranks in rank order on rank 0, and None on the other ranks.
 
-        Every rank must call it. Raises the same errors as `CollectiveCalls.meet`.
+        Every rank must call this method. It raises the same errors as `CollectiveCalls.meet`.
         """
         return self._calls.gather(what, value)
 
     # --- inspection -------------------------------------------------------------------------------------------------
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
-        """Return the staleness of each unfinished group, or None if it is not known yet and the caller must ask again.
+        """Return the staleness of each unfinished group, or None if it is not known yet, so that the caller must retry.
 
         Returns:
-            (group id, number of weight updates since the oldest token of the group's unfinished samples) pairs.
+            Pairs (group id, number of weight updates since the oldest token of the group's unfinished samples).
         """
         version = self._engine.policy_version
         if not self._groups:
@@ -347,9 +347,9 @@ class DataParallelBackend:
         return [(group_id, 0 if first is None else version - first) for group_id, first in oldest.items()]
 
     def _earlier_tokens_are_known(self, version: int) -> bool:
-        """Return whether this rank has received all tokens of versions before `version`. Does not wait.
+        """Return whether this rank has received all tokens of versions before `version`, without waiting.
 
-        False: a status request is pending or some rank is behind, so the caller must ask again later."""
+        If False, a status request is pending or some rank has an older version, and the caller must retry later."""
         if self._all_known_before == version:
             return True
         asked, self._asked = self._asked, None
@@ -381,7 +381,7 @@ class DataParallelBackend:
         async def read() -> list[DynamicInferenceRequest]:
             return [request for group in list(self._groups.values()) for request in group.interrupted()]
 
-        # Read on the event loop's thread: only that thread adds tokens, so the groups cannot change meanwhile.
+        # Read on the event loop's thread. Only that thread adds tokens, so the groups cannot change during the read.
         requests = [] if self._closed else self._loop.run_sync(read(), self._timeout_s)
         return [DynamicInferenceRequestRecord.from_request(request) for request in requests]
 

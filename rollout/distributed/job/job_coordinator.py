@@ -1,6 +1,6 @@
-"""Launches the coordinator on rank 0, and publishes its address and keys for the other ranks in the job's store.
+"""The launch of the coordinator on rank 0, which publishes its address and keys for the other ranks in the job's store.
 
-There are keys only if the coordinator does not listen on loopback.
+Keys are used only if the coordinator does not listen on loopback and is not `insecure`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.errors import ConfigError
 from rollout.requests.codec import refuse, unpack_msgpack
 
 START_TIMEOUT_S = 120.0
-"""Seconds within which all ranks must connect. It is long, because ranks may load their models one after the other."""
+"""Seconds within which all ranks must connect. It is long because the ranks may load their models one after the other."""
 
 
 class JobCoordinator:
@@ -58,8 +58,8 @@ class JobCoordinator:
                 ranks then raise a `ConfigError`.
         """
         key = self._key(self._incarnation + 1)
-        # If this first launch fails, tell the other ranks, so that they fail now instead of at their deadline. This
-        # rank may try again later.
+        # If the first coordinator cannot be launched or found, publish the error, so that waiting ranks fail now instead
+        # of at their deadline. Do not publish later errors, because this rank may try again.
         with nullcontext() if self._incarnation >= 0 else self._world.joining():
             if self._world.rank == 0:
                 self._launch()
@@ -70,7 +70,7 @@ class JobCoordinator:
         self._incarnation += 1
 
     def client(self, name: str, control_timeout_s: float) -> InferenceClient:
-        """Return a client of the current coordinator, which is not started. Barriers do not wait for it."""
+        """Return a new client of the current coordinator. It is not started, and barriers do not wait for it."""
         return InferenceClient(self.address, name=name, keys=self.keys, control_timeout_s=control_timeout_s)
 
     @property
@@ -113,7 +113,7 @@ def _completed(config: CoordinatorConfig, engine: DynamicInferenceEngine, world:
     known = [
         ("data_parallel_size", world.size, "the number of ranks"),
         ("block_size_tokens", block_size, "Advanced.block_size_tokens"),
-        # Compare the seed only if the user set one: an engine with the default seed uses the coordinator's seed.
+        # Compare the seeds only if the user set the engine's seed: by default the coordinator's seed is used.
         *([("seed", seed, "InferenceConfig.seed")] if seed != InferenceConfig.seed else []),
     ]
     for name, value, where in known:

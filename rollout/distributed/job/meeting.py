@@ -1,7 +1,7 @@
-"""Agreement of several ranks on whether to start something together: one atomic decision in the job's store.
+"""The agreement of several ranks on whether to start an operation together: one atomic decision in the job's store.
 
-A decision holds for all ranks: if it is a refusal, every waiting rank gets it. The next attempt uses new keys. Gathering
-sharded weights requires this: a rank that started alone would block in the process group until the group's timeout.
+Every rank gets the same decision, which may be a refusal. The next attempt uses new keys. Gathering sharded weights requires
+such an agreement, because a rank that gathered alone would block in the process group until the group's timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout.threads.interrupts import interrupt_deferred, interrupt_pending
 
 GO = b"go"
 INTERRUPTED = " was interrupted"
-"""The words in a decision which say that Ctrl-C was pressed on a waiting rank."""
+"""The words in a decision that report a Ctrl-C on a waiting rank."""
 Judge = Callable[[list[bytes]], str | None]
 
 
@@ -27,12 +27,12 @@ def agree(values: list[bytes]) -> str | None:
 
 
 class Meeting:
-    """A series of meetings of the same ranks, one after the other.
+    """A series of agreements among the same ranks, one after the other.
 
     Args:
         world: the ranks.
         what: prefix of the keys in the store.
-        names: names of the ranks in messages; None: "rank" and the rank's number.
+        names: names of the ranks in messages; if None, "rank" and the rank's number.
     """
 
     def __init__(self, world: World, what: str, names: Sequence[str] | None = None) -> None:
@@ -44,17 +44,18 @@ class Meeting:
     def meet(self, timeout_s: float, value: bytes = b"here", judge: Judge = agree) -> bytes:
         """Wait for the other ranks; return `GO` or the reason for a refusal.
 
-        The last rank to arrive decides. A rank that has waited too long, or has a Ctrl-C pending, decides to refuse.
+        The last rank to arrive makes the decision with `judge`. A rank that has waited `timeout_s`, or has a Ctrl-C pending,
+        makes the decision to refuse.
 
         Args:
             timeout_s: seconds to wait for the other ranks.
-            value: this rank's value, for the judge.
+            value: this rank's value, which is passed to `judge`.
             judge: a function that takes the values of all ranks, in rank order, and returns the reason for a refusal or
                 None. It must be the same on all ranks.
         """
         world = self.world
         while world.is_published(self._decision):
-            # Join the next attempt: the decision fell before this rank arrived, so the earlier attempt is over.
+            # Join the next attempt, because this attempt was decided before this rank arrived.
             self._number += 1
         world.publish(self._place(world.rank), value)
         if not self._late():
@@ -85,14 +86,15 @@ class Meeting:
 
 
 class Gathering:
-    """The gathered weights of one engine. They are released when the outermost of nested `held` blocks ends.
+    """The gathered weights of one engine. They are released at the end of the outermost `held` block.
 
     Args:
         engine: the engine whose weights are gathered.
-        meet: waits at a barrier of all ranks, and is called with the name of the call; does nothing without a coordinator.
-            A rank that timed out at the barrier still counts as arrived, so the ranks also meet in the store afterwards.
-        world: the ranks that gather together; None: this rank can gather the weights alone.
-        calls: the call that every rank must make, for messages.
+        meet: a function that takes the name of a call and waits until all ranks are at this call's barrier; without a
+            coordinator it does nothing. It is not sufficient, because a rank that timed out at a barrier still counts as
+            arrived. So the ranks then also agree through the store.
+        world: the ranks that gather together; None if this rank can gather its weights alone.
+        calls: the calls that every rank must make, for error messages.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep weights that are gathered inside the block until the outermost `held` block ends."""
+        """Keep weights that are gathered inside the block until the end of the outermost `held` block."""
         self._holders += 1
         try:
             yield
@@ -128,9 +130,9 @@ class Gathering:
         """Gather the weights if they are not gathered, together with all other ranks if gathering is collective.
 
         Raises:
-            DeadlineError: some ranks did not arrive within `control_timeout_s`; the message names them. All ranks that
-                arrived raise it.
-            EngineStateError: some ranks are at the barrier of another call. All ranks raise it.
+            DeadlineError: some ranks, which the message names, did not arrive within `control_timeout_s`. All ranks that
+                have arrived raise this error.
+            EngineStateError: some ranks are at the barrier of another call. All ranks raise this error.
         """
         if self._engine.weights.ready:
             return

@@ -1,4 +1,4 @@
-"""One rank's membership in a job: builds, connects, reconnects and closes the rank's coordinator, worker and client."""
+"""One rank's membership in a job: the worker and client of the rank, and how they connect, reconnect and leave."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollout.threads.loop_thread import LoopThread
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 60.0
-"""Seconds within which the coordinator must answer for the first time. It listens before its address is published, so a late
-coordinator is busy or has exited."""
+"""Seconds within which the coordinator must answer for the first time. Its address is published only once it listens, so a
+coordinator that does not answer is busy or has exited."""
 ATTEMPT_S = 5.0
-"""Seconds that one attempt to reconnect may take. After it, the rank looks for another coordinator."""
+"""Seconds that one attempt to reconnect may take. If it fails, the rank looks for another coordinator."""
 LONGEST_LEAVE_S = 90.0
-"""Seconds within which the client must send its last messages and stop."""
+"""Seconds within which the client must send its last messages and disconnect."""
 
 
 class JobMember:
@@ -32,10 +32,10 @@ class JobMember:
     Args:
         engine: the engine of this rank.
         coordinator: the job's coordinator, which is not launched yet.
-        loop: the event loop of worker and client. The caller closes it after `close`.
+        loop: the event loop of worker and client. The caller closes the loop after `close`.
         name: name of this rank.
-        new_client: a function that builds this rank's client from the coordinator's address and keys. None: this rank sends
-            no requests.
+        new_client: a function that builds this rank's client from the coordinator's address and keys. If None, this rank
+            sends no requests.
         on_joined: called on the event loop when the client has connected.
         on_event: called from any thread when a session is lost or the coordinator's process has exited. It must not block.
         worker_options: keyword arguments for `EngineWorker`.
@@ -114,7 +114,7 @@ class JobMember:
 
     @property
     def client(self) -> InferenceClient:
-        """This rank's client. Raises `ConnectionLostError` if there is none, because the rank has left the job."""
+        """This rank's client. Raises `ConnectionLostError` if there is no client, because the rank has left the job."""
         if self._client is None:
             raise ConnectionLostError(f"{self.name}: there is no connection to the coordinator; it was closed")
         return self._client
@@ -126,7 +126,7 @@ class JobMember:
 
     @property
     def lost(self) -> Exception | None:
-        """The reason why a session of this rank or the coordinator itself was lost; None if all are alive."""
+        """The reason why a session of this rank or the coordinator was lost; None if nothing was lost."""
         handle, address = self.coordinator.handle, self.coordinator.address
         if handle is not None and not handle.alive:
             return ConnectionLostError(
@@ -148,7 +148,7 @@ class JobMember:
         """Reconnect, to a new coordinator if there is one. Rank 0 starts a new coordinator if the old one has exited.
 
         Args:
-            why: reason for the loss. An error other than a lost or late connection is raised again.
+            why: reason for the loss. If it is neither a `ConnectionLostError` nor a `DeadlineError`, it is raised again.
 
         Raises:
             ConnectionLostError: no coordinator accepted this rank within `control_timeout_s`, or the loss is final.
@@ -172,7 +172,7 @@ class JobMember:
 
     def _reconnect(self, again: bool) -> None:
         replaced = self._find_coordinator(again)
-        # Keep a live session: if it ended, the other ranks would treat this rank as lost.
+        # Keep a live client session: if it were closed, the job would treat this rank as lost.
         if replaced or self.connected is None:
             self._leave_client(None)
             self._join(ATTEMPT_S)
@@ -180,7 +180,7 @@ class JobMember:
             self.worker.reconnect(self.coordinator.address, self.coordinator.keys, ATTEMPT_S)
 
     def _find_coordinator(self, again: bool) -> bool:
-        """Find a new coordinator, or start one on rank 0. Return whether there is a new one.
+        """Find a new coordinator, or on rank 0 start one. Return whether there is a new coordinator.
 
         Args:
             again: whether an attempt to reconnect to the current coordinator has failed.
@@ -191,7 +191,7 @@ class JobMember:
             if coordinator.handle.alive and not again:
                 return False
             if coordinator.handle.alive:
-                # Kill the coordinator: it runs, but does not answer even on its own host.
+                # Kill the coordinator: its process runs, but it does not answer even on its own host.
                 coordinator.handle.kill()
             coordinator.handle.release()
             self._launch_or_learn()
@@ -207,8 +207,7 @@ class JobMember:
         """Disconnect client and worker. The other ranks take over this rank's unfinished samples. Idempotent.
 
         Args:
-            before: a coroutine function that is called with the client before the client disconnects. None: nothing is
-                called.
+            before: a coroutine function to call with the client before the client disconnects, or None.
         """
         try:
             self._leave_client(before)
@@ -219,8 +218,8 @@ class JobMember:
         """Release or stop the coordinator's process, if this rank has launched it.
 
         Args:
-            stop_timeout_s: seconds to wait for the process to terminate before it is killed. None: release the process,
-                which then exits when its last client has disconnected.
+            stop_timeout_s: seconds to wait for the process to terminate before it is killed. If None, the process is
+                released and exits when its last client has disconnected.
         """
         handle = self.coordinator.handle
         if handle is not None and stop_timeout_s is None:

@@ -24,9 +24,9 @@ WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
 """The host values that mean "listen on all interfaces"."""
 _CALLS_ENDED = "calls_ended"
 LOOK_S = 5.0
-"""Seconds between two checks for a failed rank or Ctrl-C while a rank waits for the others."""
+"""Seconds between two checks for a failed rank or Ctrl-C while a rank waits for other ranks."""
 HOSTS_TIMEOUT_S = 120.0
-"""Seconds within which all ranks must publish their hosts, or the leaders of their tensor-parallel groups."""
+"""Seconds within which every rank must publish its host, or the leader of its tensor-parallel group."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,16 @@ class World:
         return cls(0, 1, HashStore(), "rollout/alone", one_host=True)
 
     def within(self, ranks: Sequence[int], name: str) -> World:
-        """Return the world of some of the ranks, which include this rank.
+        """Return the world of a subset of the ranks, which must include this rank.
 
         Args:
-            ranks: the ranks of the new world; a rank's new number is its index in `ranks`.
-            name: part of the keys in the store, which must differ for every such world.
+            ranks: the ranks of the new world; a rank's number in it is its index in `ranks`.
+            name: part of the new world's keys in the store. Every such world must have a different name.
         """
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
     def leaders(self, leader: int) -> list[int]:
-        """Publish the leader of this rank's group, and return the leaders of all groups in rank order.
-
-        Every rank must call it."""
+        """Publish the leader of this rank's group; return all groups' leaders in rank order. All ranks must call this."""
         self.publish(f"leader/{self.rank}", str(leader).encode())
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 
@@ -90,21 +88,21 @@ class World:
         self.store.set(f"{self.prefix}/{key}", value)  # type: ignore[arg-type]  # torch's type stub lacks bytes
 
     def is_published(self, key: str) -> bool:
-        """Return whether a key has a value. Return False if the process that holds the store has ended."""
+        """Return whether a key has a value. Return False if the process that holds the store has exited."""
         try:
             return bool(self.store.check([f"{self.prefix}/{key}"]))
         except dist.DistError:
             return False
 
     def settle(self, key: str, value: bytes) -> None:
-        """Publish a value unless the key already has one. If several ranks try, exactly one succeeds."""
+        """Publish a value unless the key already has a value. If several ranks call this, exactly one succeeds."""
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
-        """Wait for a key; return whether it has a value within `timeout_s` seconds.
+        """Wait for a key; return whether it was published within `timeout_s` seconds.
 
         Raises:
-            ConnectionLostError: the process that holds the store has ended.
+            ConnectionLostError: the process that holds the store has exited.
         """
         full = f"{self.prefix}/{key}"
         try:
@@ -120,18 +118,18 @@ class World:
         return True
 
     def publish_calls_ended(self, count: int) -> None:
-        """Publish this rank's number of completed collective calls. Every rank does so before its next call."""
-        # Ignore errors: the store disappears with the process that holds it, and then nobody reads this number.
+        """Publish this rank's number of completed collective calls. Every rank does this before its next call."""
+        # Ignore errors: the store disappears when the process that holds it exits, and then no rank can read the number.
         with suppress(dist.DistError):
             self.publish(_CALLS_ENDED, str(count).encode())
 
     def calls_ended(self) -> int:
-        """Return the number of completed collective calls that was published last, by any rank; 0 if there is none."""
+        """Return the number of completed collective calls that any rank published last; 0 if there is no such number."""
         return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Publish an exception that is raised inside the block, so that ranks that wait for this rank fail too."""
+        """Publish an exception that is raised inside the block, so that ranks that wait for this rank fail immediately."""
         try:
             yield
         except BaseException as exc:
@@ -156,9 +154,9 @@ class World:
         """Wait for a key and return its value.
 
         Raises:
-            DeadlineError: the key has no value within `timeout_s` seconds.
+            DeadlineError: the key was not published within `timeout_s` seconds.
             ConfigError: a rank has failed to join the job.
-            ConnectionLostError: the process that holds the store has ended.
+            ConnectionLostError: the process that holds the store has exited.
         """
         deadline = time.monotonic() + timeout_s
         while not self.wait_until(key, min(LOOK_S, deadline - time.monotonic())):
@@ -180,7 +178,7 @@ class World:
         try:
             family, _, _, _, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connect a datagram socket: this sends nothing, but makes the kernel select the local address for the
+                # Connect a datagram socket. This sends nothing, but the kernel then selects the local address of the
                 # route.
                 probe.connect(target)
                 mine = str(probe.getsockname()[0])
@@ -196,7 +194,7 @@ class World:
         return mine
 
     def reachable(self, address: str) -> str:
-        """Replace a wildcard host in `tcp://host:port` by an address that the other ranks can connect to."""
+        """Return `tcp://host:port` with a wildcard host replaced by an address to which the other ranks can connect."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         if host not in WILDCARDS:
             return address
@@ -207,8 +205,8 @@ class World:
 def loopback_identity() -> str:
     """Return a text that is the same for two processes only if they share a loopback device.
 
-    It contains host name, boot id and network namespace. The host name alone is not enough, because containers on different
-    hosts may have the same name.
+    The text contains host name, boot id and network namespace. The host name alone is not enough, because containers on
+    different hosts may have the same name.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):

@@ -2,8 +2,8 @@
 
 - `on_lost` is called at most once per connection, and no message is delivered after it.
 - A sent message reaches ZMQ in the loop's next iteration.
-- The queue of unsent frames is unbounded, but it stays small: the coordinator limits a client's requests, and a coordinator
-  that stops reading also stops sending, so the connection counts as lost.
+- The queue of unsent frames is unbounded but stays small. The coordinator limits each client's requests. A coordinator that
+  stops reading also sends no heartbeats, so the connection is soon lost and the queue dropped.
 - Every method must be called on the thread of the event loop on which `open` was called.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 MAX_IDENTITY_BYTES = 200
-"""The maximum length, in bytes, of the name within a ZMQ identity, which has at most 255 bytes."""
+"""The maximum length, in bytes, of the name within a ZMQ identity. ZMQ limits the whole identity to 255 bytes."""
 TURNS_AT_ONCE = 200
-"""The number of messages per direction to handle before the event loop's other callbacks may run."""
+"""The number of messages per direction that are handled before the event loop's other callbacks may run."""
 FRAMES_TOGETHER = 128
 """The maximum number of frames per ZMQ message."""
 BYTES_TOGETHER = 1 << 20
@@ -43,8 +43,8 @@ class Dealer:
 
     Args:
         address: the coordinator's address, `tcp://host:port`, with an IPv6 host in brackets.
-        identity_name: the prefix of the ZMQ identity, which is followed by eight random bytes, new for each `open`.
-        keys: the job's keys, which encrypt and authenticate the connection; None: no encryption.
+        identity_name: the prefix of the ZMQ identity. Each `open` appends eight new random bytes.
+        keys: the job's keys, which encrypt and authenticate the connection; if None, it is not encrypted.
         on_message: called with each message in order, except heartbeats and messages that end the session.
         on_lost: called with the reason when the connection is lost: the coordinator ended the session, frames are missing or
             malformed, or no frame arrived for too long. It is not called after `close`.
@@ -101,17 +101,17 @@ class Dealer:
         self._sequencer = Sequencer()
         self._socket = socket
         self._loop.add_reader(socket.FD, self._turn)
-        # Run one turn now: the descriptor is edge-triggered, and its edge may already have passed.
+        # Run one turn soon: the descriptor is edge-triggered, so an event before `add_reader` is not reported again.
         self._turn_soon()
 
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.IDENTITY, self._name.encode()[:MAX_IDENTITY_BYTES] + b"-" + os.urandom(8))
-        # Enable IPv6 only for a literal IPv6 address: otherwise a host name with both kinds of address would be tried
-        # over IPv6 only.
+        # Enable IPv6 only for a literal IPv6 address. Otherwise ZMQ would connect over IPv6 only to a host name that has
+        # both kinds of address.
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         socket.setsockopt(zmq.RCVHWM, 0)
-        # Limit the linger time: if a socket is dropped without close(), the garbage collector must not wait until its
-        # messages are delivered.
+        # Limit the linger time. If a socket is dropped without close(), the garbage collector would otherwise block
+        # until all its messages are delivered.
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if self._keys is not None:
@@ -119,7 +119,7 @@ class Dealer:
         socket.connect(self.address)
 
     def send(self, message: Message) -> None:
-        """Queue a message, which is sent together with the others of this loop iteration.
+        """Queue a message. All messages that are queued in one iteration of the event loop are sent together.
 
         Raises:
             ConnectionLostError: the connection is not open.
@@ -144,8 +144,8 @@ class Dealer:
         """Send a `Disconnect` with the reason, cut to 256 characters, and close the connection. Idempotent.
 
         Args:
-            quietly: whether to send nothing and drop queued frames. Otherwise an unanswered handshake could reach the next
-                coordinator at this address after a newer handshake.
+            quietly: whether to send nothing and drop queued frames. After an unanswered handshake this must be True, or the
+                handshake could reach the next coordinator at this address after a newer handshake.
         """
         self._shut(None if quietly else reason, f"the connection was closed ({reason})")
 
@@ -166,8 +166,8 @@ class Dealer:
         try:
             settled = self._settle()
         finally:
-            # If messages may be left (there were many, or a callback raised), run another turn: the edge-triggered
-            # descriptor would not report them again.
+            # Run another turn if messages may be left, because there were many or a callback raised. The edge-triggered
+            # descriptor would not report these messages again.
             if not settled:
                 self._turn_soon()
 
@@ -190,7 +190,7 @@ class Dealer:
         return False
 
     def _write(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send some frames. Return False if the connection was lost after EVENTS was read; the frames then stay queued."""
+        """Send some queued frames. Return False, and keep the frames, if the connection broke after EVENTS was read."""
         together: list[bytes] = []
         size = 0
         while self._unsent and len(together) < FRAMES_TOGETHER and size < BYTES_TOGETHER:
@@ -209,8 +209,8 @@ class Dealer:
         for frame in frames:
             try:
                 sequence, message = decode(frame)
-                # Check for the session's end before the sequence number: a coordinator that does not know this session
-                # counts from 0.
+                # Check for the session's end before the sequence number: a restarted coordinator, which has no record of
+                # this session, numbers its rejection 0.
                 if (error := session_end(message)) is not None:
                     self._lose(str(error), tell=False, final=error.final)
                 elif self._sequencer.accept(sequence) and not isinstance(message, Heartbeat):
@@ -231,8 +231,8 @@ class Dealer:
     def _beat(self, due: float) -> None:
         now = self._loop.time()
         if self._silent(now):
-            # Read the frames that arrived meanwhile before judging the coordinator silent: this process itself may have
-            # stalled.
+            # Read the frames that have arrived before declaring the coordinator silent: they may be unread because this
+            # process itself stalled.
             self._turn()
             if self._silent(now) and now - due > self._interval_s:
                 self._heard = now - self._timeout_s + self._interval_s
@@ -280,5 +280,5 @@ class Dealer:
         try:
             threading.Thread(target=self._context.term, name="rollout-linger").start()
         except RuntimeError:
-            # Block here: the interpreter is shutting down and starts no more threads.
+            # Close on this thread: the interpreter is shutting down and cannot start threads.
             self._context.term()

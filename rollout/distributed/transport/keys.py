@@ -1,8 +1,8 @@
 """The CURVE keys of a job, and authentication with them.
 
 The server key pair authenticates the coordinator to clients and ranks. Clients and ranks share one client key pair, and the
-coordinator admits only its public key. All processes but the coordinator get `client_side()`. No secret key appears in a
-repr, log or traceback.
+coordinator admits only connections with the public key of this pair. All processes but the coordinator get `client_side()`.
+No secret key appears in a repr, log or traceback.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class JobKeys:
             raise SerializationError(str(exc)) from exc
 
     def secure_server(self, socket: Socket) -> None:
-        """Configure a socket as CURVE server, before it binds. A `Gatekeeper` in the socket's context admits the peers."""
+        """Configure a socket as CURVE server before it binds. A `Gatekeeper` in the socket's context must admit peers."""
         if self.server_secret is None:
             raise ConfigError(
                 "JobKeys.server_secret=None: a server needs it; give the coordinator the keys as they were "
@@ -88,14 +88,14 @@ class JobKeys:
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: Socket) -> None:
-        """Configure a socket as CURVE client, before it connects."""
+        """Configure a socket as CURVE client before it connects."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey = self.client_public
         socket.curve_secretkey = self.client_secret
 
 
 class Gatekeeper:
-    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. A context has at most one.
+    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. A context has at most one handler.
 
     The owner polls `socket`, and calls `answer` when the socket is readable.
     """
@@ -130,7 +130,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_pair(name: str, public: bytes, secret: bytes | None) -> None:
-    """Raise `ConfigError` unless both keys are valid and match. A `secret` of None is not checked."""
+    """Raise `ConfigError` unless both keys are valid and match. If `secret` is None, only `public` is checked."""
     try:
         belongs = len(z85.decode(public)) == 32 if secret is None else zmq.curve_public(secret) == public
     except (KeyError, StructError, TypeError, ValueError, zmq.ZMQError):

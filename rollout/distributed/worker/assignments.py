@@ -1,4 +1,4 @@
-"""The samples assigned to a rank: the attempt that computes each sample, and how many of the sample's tokens were sent."""
+"""The samples assigned to a rank: the attempt that computes each sample, and the number of its tokens already sent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 Key = tuple[int, int]
 """The key of a sample: (engine request id, sample index)."""
 Known = tuple[int, int, int]
-"""The part of a sample that the coordinator already has: (number of completion tokens sent, policy version sent for the
-prompt, number of events sent)."""
+"""The part of a sample that the coordinator already has: (number of completion tokens, policy version of the prompt, number
+of events)."""
 UNKNOWN: Known = (0, 0, 0)
 
 
@@ -34,9 +34,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """The samples with the same reporting interval.
-
-    The interval is counted in steps, because a step adds at most one token per sample."""
+    """The samples with the same reporting interval. It is counted in steps, each of at most one token per sample."""
 
     steps: int = 0
     """The number of steps since the last report."""
@@ -60,9 +58,10 @@ class Assignments:
             table.clear()
 
     def open(self, message: Assign, number: int, wanted: list[int], known: dict[int, Known]) -> None:
-        """Record samples of an assignment.
+        """Register samples of an assignment.
 
         Args:
+            message: the assignment.
             number: engine request id of the samples.
             wanted: indices of the samples.
             known: sample index → what the coordinator already has of the sample; empty for new samples.
@@ -86,7 +85,7 @@ class Assignments:
             del self.of_number[assignment.number]
 
     def due(self, steps: int) -> dict[Key, Known]:
-        """Count `steps` further steps, and return the samples whose interval has passed, with what was already sent."""
+        """Count `steps` further steps. Return the samples whose interval has passed, with the parts sent so far."""
         due: dict[Key, Known] = {}
         for interval, pace in self._paces.items():
             pace.steps += steps
@@ -96,7 +95,7 @@ class Assignments:
         return due
 
     def all_due(self) -> dict[Key, Known]:
-        """Return all samples, with what was already sent, and restart all intervals."""
+        """Return all samples with the parts sent so far, and restart all reporting intervals."""
         due: dict[Key, Known] = {}
         for pace in self._paces.values():
             due |= pace.known

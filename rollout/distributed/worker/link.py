@@ -1,4 +1,4 @@
-"""One session of a rank with a coordinator: connection, state machine, and the messages that are not applied yet."""
+"""One session of a rank with a coordinator: connection, state machine, and received messages that are not applied yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Link:
     cut: bool = False
     """Whether the session is ending. Nothing is sent any more, and incoming messages are dropped."""
     error: Exception | None = None
-    """The error with which the session has ended; None while it is open."""
+    """The error with which the session has ended; None while the session is open."""
 
     @property
     def live(self) -> bool:

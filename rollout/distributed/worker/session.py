@@ -3,9 +3,9 @@
 The caller must hold the engine at a step boundary (`DynamicInferenceEngine.locked`).
 
 - Every assigned sample ends exactly once: it is reported, cancelled, declined, or dropped with the session.
-- The tokens of a sample are sent in order, each once. The last tokens are sent together with the sample's outcome.
+- A sample's tokens are sent in order and only once. The last tokens are sent together with the sample's outcome.
 - The engine's state and policy version are sent (`EngineMoved`, `CommandAck`) before any token computed under them.
-- The coordinator pauses or suspends the engine through the hold `COORDINATOR`. The hold remains after the session has ended,
+- The coordinator pauses or suspends the engine through the hold `COORDINATOR`. After the session has ended, the hold remains
   until the next session replaces it.
 - Each assignment has its own engine request id, so results of an older attempt are never mistaken for those of a newer
   attempt.
@@ -53,12 +53,12 @@ class RankSession:
     Args:
         engine: the engine; its methods are called only at step boundaries.
         send: a function that sends a message to the coordinator; it is called with the messages in order.
-        follows_version: whether to set the engine to the policy version in `RegisterAck`. False: the training loop sets the
-            version itself.
-        idle: a function that returns whether no thread steps the engine.
+        follows_version: whether to set the engine to the policy version in `RegisterAck`. If False, the training loop sets
+            the engine's version.
+        idle: a function that returns whether this rank is idle, which means that no thread steps the engine.
 
     Attributes:
-        entered: whether the engine has reached the state and version in `RegisterAck`. No report is sent before.
+        entered: whether the engine has reached the state and version in `RegisterAck`. Until then, no report is sent.
         stopped: whether the coordinator has stopped the engine.
         changes: the changes of the engine's prefix cache that were not sent yet.
     """
@@ -107,8 +107,8 @@ class RankSession:
             known = self._queue(message, number, wanted)
         except (EngineStateError, EngineDeadError) as exc:
             self._discard(number)
-            # Decline only if the coordinator has stopped the engine. If the engine stopped by itself, this session ends
-            # and the coordinator reassigns its requests.
+            # Decline only if the coordinator has stopped the engine. If the engine stopped for another reason, this
+            # session ends, and the coordinator reassigns the session's samples.
             if self.stopped:
                 self._decline(message, number, exc)
         except Exception as exc:  # noqa: BLE001 - an error in one request must not affect the others
@@ -122,15 +122,15 @@ class RankSession:
             )  # fmt: skip
 
     def _decline(self, message: wire.Assign, number: int, exc: Exception) -> None:
-        # Remove the engine's request id from the message: it means nothing to the client.
+        # Remove the engine's request id from the error text: the client has another id for the request.
         text = str(exc).removeprefix(f"request {number}: ")
         self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
     def _supersede(self, message: wire.Assign) -> list[int]:
-        """End this rank's older attempts at the samples of an assignment.
+        """Drop this rank's older attempts at the samples of an assignment.
 
         Returns:
-            The indices of the samples that this rank must compute: those without the same or a newer attempt.
+            The indices of the samples to compute; samples that already have this or a newer attempt are left out.
         """
         wanted = []
         for index in dict.fromkeys(message.indices):
@@ -179,7 +179,7 @@ class RankSession:
             self._assignments.close(assignment, index)
 
     def _discard(self, number: int, index: int | None = None) -> None:
-        """Abort one sample of an engine request, or all samples (None), and drop the results."""
+        """Abort one sample of an engine request, or all its samples if `index` is None, and drop the results."""
         self._engine.abort_request(number, index)
         self._engine.take_ended(lambda key: key[0] == number and index in (None, key[1]))
 
@@ -213,11 +213,11 @@ class RankSession:
         self._send(wire.CommandAck(message.command_id, *self._said(), error, amount))
 
     def _signal(self, signal: str, argument: int | str | None) -> Records:
-        """Apply a control signal or `set_version`; return the records of samples that it ended."""
+        """Apply a control signal or `set_version`; return the records of the samples that it terminated."""
         if signal == SET_VERSION:
             if type(argument) is not int:
                 raise EngineStateError(f"{SET_VERSION}({argument!r}): must be an integer")
-            # Apply an equal version too: the weights may have changed under the same number.
+            # Apply an equal version too, because the weights may have changed without a new version number.
             if argument >= self._engine.policy_version:
                 self._engine.weights_updated(argument)
             return []
@@ -241,7 +241,7 @@ class RankSession:
         # Record the current state first: changes since the registration are reported below, once the engine has reached
         # the requested state.
         self._note_state()
-        # Set the version only if it is higher: setting the same version again would mean that the weights have changed.
+        # Set the version only if it is higher: setting the current version again would announce changed weights.
         if self._follows_version and message.policy_version > self._engine.policy_version:
             self._control(lambda: self._signal(SET_VERSION, message.policy_version))
         self._control(lambda: self._follow(CoordinatorState(message.state)))
@@ -257,7 +257,7 @@ class RankSession:
         self.moved()
         ended = act()
         self._note_state()
-        # Report all tokens known so far: there may be no step, and so no other report, for a while.
+        # Report all tokens known so far: reports normally follow steps, and there may be no step for a while.
         self._report([*ended, *self.take_ended()], self._assignments.all_due())
 
     # --- reports on the engine --------------------------------------------------------------------------------------
@@ -274,14 +274,14 @@ class RankSession:
         Args:
             ended: records of finished samples. Records without an assignment are ignored.
             steps: number of steps since the last call.
-            everything: whether to send also tokens that are not due yet.
+            everything: whether to also send tokens that are not due yet.
         """
         if self.entered:
             self.moved()
             self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's state, version or idleness changed other than by a coordinator's request.
+        """Send `EngineMoved` if the engine's state, version or idleness has changed without a request by the coordinator.
 
         Transient states are not reported.
         """
@@ -314,7 +314,7 @@ class RankSession:
         self._send(wire.EngineMoved(*self._said(), self._sent_idle))
 
     def _load(self) -> tuple[int, int]:
-        """Return the numbers of (running, waiting) samples. While no thread steps the engine, all samples are waiting."""
+        """Return the numbers of (running, waiting) samples. While this rank is idle, all samples count as waiting."""
         running, waiting = self._engine.load
         return (0, running + waiting) if self._idle() else (running, waiting)
 

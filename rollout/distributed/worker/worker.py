@@ -1,10 +1,10 @@
-"""The worker of one rank: connects an engine to a coordinator, steps it, applies messages and reports results.
+"""The worker of one rank: connects an engine to a coordinator, makes the engine's steps, and reports results.
 
-    loop thread     socket I/O; heartbeats continue while the engine steps or suspends
-    apply thread    applies messages at the next step boundary, even while the training loop is busy
+    loop thread     does the socket I/O; heartbeats continue while the engine steps or suspends
+    apply thread    applies received messages at the next step boundary, even while the training loop is busy
 
-A session is used only under the engine's lock. Once a session has ended, it sends nothing, messages for it are dropped, and
-its samples are aborted, because the coordinator assigns them to another rank.
+The session is used only under the engine's lock. Once it has ended, it sends nothing more, and further messages are dropped.
+Its samples are then aborted on this rank, because the coordinator assigns them to other ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 10.0
 """Seconds to wait for the socket to close and for the apply thread to finish."""
 ATTEMPT_S = 2.0
-"""The timeout of one connection attempt. It is short because the attempt may reach a coordinator that is about to exit."""
+"""Seconds that one connection attempt may take. It is short because the attempt may reach a coordinator that is exiting."""
 RETRY_S = 0.5
-"""The time between two attempts, in seconds."""
+"""Seconds between two connection attempts."""
 
 
 class EngineWorker:
@@ -52,9 +52,9 @@ class EngineWorker:
         engine: this rank's engine, which computes the samples that the coordinator assigns.
         address: the coordinator's address, `tcp://host:port`.
         name: name of this rank. A later process with the same name replaces this rank.
-        keys: the job's keys; None: the coordinator uses no keys.
-        loop: event loop for the socket; None: the worker creates its own.
-        reconnect_timeout_s: seconds for which `reconnect` tries to find a lost coordinator.
+        keys: the job's keys; None if the coordinator uses no keys.
+        loop: event loop for the socket; if None, the worker creates its own.
+        reconnect_timeout_s: seconds for which `reconnect` tries to reach a coordinator.
         on_lost: called with the reason when a session is lost. It runs on one of the worker's threads, so it must not block.
         follows_version: see `RankSession`.
 
@@ -85,11 +85,11 @@ class EngineWorker:
         self._owns_loop = loop is None
         self._loop = loop
         self._link = self._new_link()
-        # Mark the initial link as cut: it is not connected and must send nothing.
+        # Mark the initial link as cut, because it is not connected and must send nothing.
         self._link.cut, self._link.error = True, EngineStateError(f"worker {name!r}: start() it first")
         self._thread: threading.Thread | None = None
         self._idle = False
-        # Serialise the start and end of sessions with a lock.
+        # Let only one thread at a time start or end sessions.
         self._connecting = threading.Lock()
         # Guard the fields below and the inbox. This is a leaf lock: its holder must not acquire the engine's lock.
         self._changed = threading.Condition()
@@ -130,10 +130,10 @@ class EngineWorker:
     def stop(self) -> None:
         """Disconnect, and release the coordinator's hold on the engine. Idempotent.
 
-        Other ranks compute the samples that this rank has not finished.
+        The coordinator then assigns the samples that this rank has not finished to other ranks.
 
         Raises:
-            Exception: resuming the engine failed. The worker is stopped nevertheless.
+            Exception: the engine could not be resumed. The worker is stopped nevertheless.
         """
         with self._changed:
             if self._thread is None or self._closed:
@@ -150,7 +150,7 @@ class EngineWorker:
         if self._owns_loop:
             self._its_loop().close()
         with self.engine.locked():
-            # Release the coordinator's hold on the engine: after this, no coordinator could release it.
+            # Release the coordinator's hold on the engine, which no coordinator can release any more.
             if COORDINATOR in self.engine.holds and self.engine.state is not EngineState.STOPPED:
                 self.engine.holds.release(COORDINATOR)
 
@@ -160,12 +160,12 @@ class EngineWorker:
         """End the session and start a new one, with the same or another coordinator.
 
         Args:
-            address: address of another coordinator; None: the same address.
-            keys: keys of another coordinator; None: the same keys.
-            timeout_s: seconds for all attempts together; None: `reconnect_timeout_s`.
+            address: address of another coordinator; if None, the current address.
+            keys: keys of another coordinator; if None, the current keys.
+            timeout_s: seconds for all attempts together; if None, `reconnect_timeout_s`.
 
         Raises:
-            ConnectionLostError: no attempt succeeded in that time.
+            ConnectionLostError: no attempt succeeded within the timeout.
             EngineStateError: the worker is stopped or was never started.
         """
         self.address = self.address if address is None else address
@@ -296,7 +296,7 @@ class EngineWorker:
                 self._on_lost(lost)
 
     def _apply(self) -> Exception | None:
-        """Apply the messages in the inbox; return the reason if the session was lost, else None."""
+        """Apply the messages in the inbox. Return the reason if the session was lost, otherwise None."""
         link = self._link
         if link.error is not None:
             return None
@@ -304,7 +304,7 @@ class EngineWorker:
             link.apply()
             if link.live and not link.session.stopped:
                 self.engine.lifecycle.refuse_when_stopped()
-        except Exception as exc:  # noqa: BLE001 - end the session, which the engine cannot follow
+        except Exception as exc:  # noqa: BLE001 - end the session, because the engine could not apply its messages
             return self._lose(link, exc)
         if link.live:
             link.session.report(link.session.take_ended(), steps=0)
@@ -321,7 +321,7 @@ class EngineWorker:
         """Make one engine step and report its results. Return False if there is no work or the engine must not step.
 
         Raises:
-            EngineDeadError: the engine has died. The session has ended, and the coordinator reassigns its samples.
+            EngineDeadError: the engine has died. The session was ended, and the coordinator reassigns the samples.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -332,8 +332,8 @@ class EngineWorker:
     def steps(self) -> bool:
         """Make engine steps until there is no work, another thread waits for the engine, or Ctrl-C is pending.
 
-        Between these steps the engine does not check whether the module has changed. Returns False and raises errors as
-        `step` does.
+        The engine checks whether the model was changed only before the first of these steps. For the return value and
+        errors see `step`.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -372,7 +372,7 @@ class EngineWorker:
                     self._link.session.moved()
 
     def report_idle(self) -> None:
-        """Report all tokens known so far, and that this rank is idle. Its waiting samples may then be reassigned."""
+        """Send all tokens known so far, and report that this rank is idle. Its waiting samples may then be reassigned."""
         with self.engine.locked():
             self._idle = True
             if self._link.live:
@@ -386,8 +386,8 @@ class EngineWorker:
         """Make steps, and reconnect if necessary, until another thread calls `stop` or the engine stops.
 
         Raises:
-            ConnectionLostError: no coordinator was found for `reconnect_timeout_s` seconds, or another process uses this
-                rank's name.
+            ConnectionLostError: no coordinator was found within `reconnect_timeout_s`, or another process uses this rank's
+                name.
             EngineDeadError: the engine has died.
             EngineStateError: the worker was not started.
         """
@@ -420,7 +420,7 @@ class EngineWorker:
                 be called when its result becomes True.
 
         Returns:
-            False if none of this happened in time.
+            False if `timeout_s` has passed without any of these events.
         """
         with self._changed:
             return self._changed.wait_for(

@@ -1,7 +1,7 @@
 """Control calls and barriers: pending answers, deadlines and completion. No I/O, no clock.
 
 A call completes when every engine that was registered at the start of the call has answered or was lost. A barrier completes
-when all `data_parallel_size` members have arrived; after a grace period it no longer waits for a lost member.
+when all `data_parallel_size` members have arrived. It waits for a lost member only for a grace period.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call:
     failures: dict[str, str] = field(default_factory=dict)
     """The engines at which the call failed: name → error."""
     amount: int = 0
-    """The sum of the numbers in the acknowledgements so far, such as evicted blocks."""
+    """The sum of `CommandAck.amount` over the answers so far."""
 
 
 class ControlPlane:
@@ -39,8 +39,8 @@ class ControlPlane:
 
     Args:
         peers: the connected clients and ranks.
-        on_stopped: called when every engine has stopped or the deadline of STOP has passed, before the reply to the client
-            that requested STOP.
+        on_stopped: called when every engine has stopped or the deadline of STOP has passed, just before the reply is sent to
+            the client that requested STOP.
     """
 
     def __init__(self, peers: Peers, on_stopped: Callable[[], None]) -> None:
@@ -156,9 +156,9 @@ def _failed(call: Call) -> str:
 
 
 class Barriers:
-    """The numbered barriers of the members, which are the clients of the ranks' training loops.
+    """The numbered barriers of the members. A member is the client of one rank's training loop.
 
-    A member that has lost its session may reconnect during a grace period.
+    A member whose session was lost may reconnect during a grace period, in which barriers still wait for it.
 
     Args:
         peers: the connected clients and ranks.
@@ -170,18 +170,18 @@ class Barriers:
         self._size = size
         self._departed: set[int] = set()
         self._awaited_until: dict[int, float] = {}
-        """Members whose session was lost: rank → end of the grace period."""
+        """The members whose session was lost: rank → end of the grace period."""
         self.passed = NO_BARRIER
         """The highest barrier at which every member has arrived."""
 
     def joined(self, client: ClientPeer) -> None:
-        """Add a member that has connected. Its first barrier is the one after the last passed barrier."""
+        """Add a member that has connected. Its next barrier is the first barrier that was not passed yet."""
         client.barrier = client.answered = self.passed
         self._departed.discard(_place(client))
         self._awaited_until.pop(_place(client), None)
 
     def left(self, client: ClientPeer, awaited_until: float) -> None:
-        """Mark a member as disconnected. Barriers wait for it until `awaited_until`."""
+        """Mark a member as disconnected. Barriers wait for the member until the time `awaited_until`."""
         self._awaited_until[_place(client)] = awaited_until
 
     def expire(self, now: float) -> None:
@@ -197,7 +197,7 @@ class Barriers:
         """Register a member's arrival at a barrier."""
         client.catching_up = client.catching_up and message.index <= self.passed
         client.barrier = max(client.barrier, message.index)
-        # Mark the arrival as unanswered, even if it was answered: a member repeats it if its session lost the reply.
+        # Answer the arrival again, even if it was answered before: a member repeats its arrival if the reply was lost.
         client.answered = min(client.answered, message.index - 1)
         client.word = message
         self._settle()

@@ -1,15 +1,15 @@
 """The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in.
 
-    CoordinatorCore            passes each frame to the part for its peer and kind; timers; outgoing messages
+    CoordinatorCore            passes each message to the part that handles it; timers; outgoing messages
      ├ Sessions                handshake, sequence numbers, heartbeats, end of a session
      ├ RequestTable            open requests from submission to outcome; memory limits, texts, deadlines
      ├ Dispatcher ─ Router     queue samples and choose a rank for each
      └ ControlPlane, Barriers  control calls to all engines; barriers of the ranks' training loops
 
-- An accepted request ends once: with an outcome for each of its samples, or with one error that names the request.
-- Samples of a lost rank return to their old place in the queue and continue from the last tokens received.
+- An accepted request finishes once: with an outcome for each of its samples, or with one error that names the request.
+- Samples of a lost rank return to their old place in the queue and continue after the last token received.
 - A rank's report about an assignment that it no longer has is ignored. A malformed report ends the rank's session.
-- A message from one peer affects another peer's requests only through its documented effect.
+- A message from one peer affects another peer's requests only through the documented effect of the message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 
 
 class CoordinatorCore:
-    """The state machine that sends clients' requests to ranks, and control calls to engines."""
+    """The state machine that distributes clients' requests over ranks and forwards control calls to engines."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
@@ -62,8 +62,8 @@ class CoordinatorCore:
             self.requests.look_for_ranks(now)
         elif self.sessions.is_next(peer, sequence, now):
             if isinstance(message, wire.Heartbeat):
-                # Skip the dispatch: a heartbeat makes no sample ready, and checking 1,000 ranks for room would dominate
-                # the cost.
+                # Do not dispatch: a heartbeat changes neither the queue nor a rank's load, and with 1,000 ranks the
+                # check for room would be most of its cost.
                 return
             self._take(peer, message)
         self._go_on()
@@ -139,7 +139,7 @@ class CoordinatorCore:
         self.peers.refuse(identity, "malformed", text)
 
     def shutdown(self, why: str, now: float) -> None:
-        """Disconnect all peers with a reason. Clients then fail their open requests."""
+        """Disconnect all peers with the reason `why`. Clients then fail their open requests."""
         self._now = now
         for peer in self.peers:
             self.peers.say(peer, wire.Disconnect(why[:256]))
@@ -168,7 +168,7 @@ class CoordinatorCore:
             self._go_on()
 
     def tick(self, now: float) -> None:
-        """Process everything that depends on time: heartbeats, silent peers, deadlines, grace periods."""
+        """Handle everything that depends on time: heartbeats, silent peers, deadlines, grace periods."""
         self._now = now
         self.sessions.beat(now)
         self.control.expire(now)

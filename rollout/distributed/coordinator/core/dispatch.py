@@ -1,13 +1,12 @@
-"""Assignment of queued samples to ranks: queue order, routing, and return to the queue when a rank is lost. No I/O, no
-clock.
+"""The assignment of queued samples to ranks: queue order, routing, requeueing of a lost rank's samples. No I/O, no clock.
 
 - An open sample is queued or in exactly one assignment. An attempt number is used once.
 - A rank never receives a request that needs newer weights than the rank has.
-- While a member catches up with the others, no rank with newer weights than the member's computes the member's requests.
+- While a member catches up with the other members, ranks with newer weights than the member's do not compute its requests.
 
 Ranks update their weights and enter `generate` one after the other. If a rank's weights are still too old for an assignment,
-the coordinator holds the assignment back. After a grace period it declares the rank *away*, and moves held assignments to
-ranks with room.
+the coordinator does not send the assignment yet (it is *held*). If the rank does not update its weights within a grace
+period, the coordinator declares the rank *away* and moves the held assignments to ranks with room.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from rollout.requests.delta import TOKEN_BYTES
 from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 
 MAX_BLOCKS = 1 << 13
-"""The maximum number of hashed blocks per prompt. Further blocks hardly affect routing, and hashes cost memory."""
+"""The maximum number of hashed blocks per prompt. Further blocks hardly affect routing, but their hashes take memory."""
 MAX_HASHES = 1 << 16
-"""The maximum number of hashes processed per message, about a tenth of a second of work. The first hashes of a prompt matter
-most for routing."""
+"""The maximum number of hashes processed per message, about a tenth of a second of work. The rest is ignored, because the
+first hashes of a prompt matter most for routing."""
 HASH_BYTES = 8
 AWAY_INTERVALS = 2
-"""The grace period, in heartbeat intervals, for a rank that is idle or has older weights while other ranks compute. In
-deterministic mode the grace period is `heartbeat_timeout_s` instead."""
+"""The grace period, in heartbeat intervals, after which a rank that is idle or has older weights while others compute is
+*away*. In deterministic mode the grace period is `heartbeat_timeout_s` instead."""
 
 
 class ScheduleRecord(NamedTuple):
-    """One routing decision. `rank_index` is the rank's index among the sorted names of the connected ranks."""
+    """A routing decision. `rank_index` is the index of the rank's name among the sorted names of the connected ranks."""
 
     request_id: int
     rank_index: int
@@ -47,7 +46,7 @@ class ScheduleRecord(NamedTuple):
     num_matched: int
     rank: str = ""
     first: bool = True
-    """Whether this is the first decision for the request. Split groups and reassigned samples have several decisions."""
+    """Whether this is the request's first decision. A request that is split or reassigned has several decisions."""
 
 
 class Dispatcher:
@@ -58,14 +57,14 @@ class Dispatcher:
         if not config.enable_prefix_caching and policy is not PrefixCachingCoordinatorPolicy.ROUND_ROBIN:
             policy = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
         self.policy = policy
-        """The effective routing policy. If prefix caching is off, it is LOAD_BALANCED in place of a prefix policy."""
+        """The effective routing policy. If prefix caching is off, LOAD_BALANCED replaces a prefix policy."""
         self.router = Router(
             policy, deterministic=config.deterministic_mode, data_parallel_size=config.data_parallel_size
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
-        """Requests for which no rank has a suitable policy version: all ranks have older weights than the request needs, or
-        newer weights than its client, which is still catching up."""
+        """The requests for which no rank has a suitable policy version: the weights of all ranks are older than the request
+        needs, or newer than its client's weights, and the client is still catching up."""
         self._deterministic = config.deterministic_mode
         self._grace_s = AWAY_INTERVALS * config.advanced.heartbeat_interval_s
         if config.deterministic_mode:
@@ -73,11 +72,11 @@ class Dispatcher:
         self._block_size = config.block_size_tokens
         self._peers = peers
         self._queue: list[tuple[int, int, OpenRequest]] = []
-        """A heap of requests by priority and order of arrival. It may contain requests whose samples are all assigned."""
+        """A heap of requests, by priority and then arrival. It may still contain requests whose samples are all assigned."""
         self._sweep_at = 64
         self._unready: set[str] = set()
         self._away: list[RankPeer] = []
-        """Ranks that have been idle, or have had older weights than others, for longer than the grace period."""
+        """The ranks that have been idle or have had older weights than other ranks for longer than the grace period."""
         self._newest_version = 0
         """The highest policy version among the ready ranks."""
         self._next_attempt = 1
@@ -86,31 +85,31 @@ class Dispatcher:
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, even if it has no room now. In deterministic mode all ranks must be ready."""
         if self._deterministic:
-            # Wait until all ranks are connected and ready: otherwise the result would depend on the order in which they
-            # connect.
+            # Wait until all ranks are connected and ready. Otherwise the assignments would depend on the order in which
+            # ranks connect.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     def add_rank(self, rank: RankPeer, hashes: bytes) -> None:
-        """Add a registered rank, and the hashes (int64) of the blocks that it has cached.
-
-        The rank receives work once it is `ready`, which `rank_moved` handles."""
+        """Add a registered rank with the hashes (int64) of its cached blocks. It receives work once it is `ready`."""
         self.router.add_rank(rank.name, rank.max_requests)
         self.router.reported(rank.name, _unpacked(hashes), (), False)
         self._look_at_ranks()
 
     def blocks_changed(self, rank: RankPeer, added: bytes, removed: bytes, flushed: bool) -> None:
         if added or removed or flushed:
-            # Treat too long a list of removals as a flush: missing hashes only make routing less precise.
+            # Treat a very long list of removals as a flush of the rank's cache. Forgetting cached blocks is harmless: it
+            # only makes routing less precise.
             flushed = flushed or len(removed) > MAX_HASHES * HASH_BYTES
             self.router.reported(rank.name, _unpacked(added), _unpacked(removed), flushed)
 
     def rank_moved(self, rank: RankPeer) -> None:
         """Handle a rank that became ready or reached another policy version.
 
-        Send it the held assignments that its version now satisfies; queue again requests that waited for a version."""
+        Send the held assignments for which the rank's version is now high enough, and requeue requests that waited for a
+        version."""
         for assignment in list(rank.assignments.values()):
             new_enough = rank.policy_version >= assignment.request.newest_version
             if assignment.held and new_enough and rank.state is not EngineState.STOPPED:
@@ -125,7 +124,7 @@ class Dispatcher:
         self.look_at_versions()
 
     def look_at_versions(self) -> None:
-        """Queue again all requests that waited for a rank with a suitable version."""
+        """Requeue all requests that waited for a rank with a suitable policy version."""
         waiting, self.too_new = self.too_new, []
         for request in waiting:
             self.enqueue(request)
@@ -155,9 +154,9 @@ class Dispatcher:
         return list(told.values())
 
     def look_for_away(self, now: float) -> None:
-        """Declare ranks away that have been idle or behind for longer than the grace period while others compute.
+        """Declare ranks away that have been idle or behind for longer than the grace period while other ranks compute.
 
-        Assignments held for these ranks, and all assignments of idle ranks, move to ranks with room.
+        Assignments that are held for these ranks, and all assignments of the idle ranks, move to ranks with room.
         """
         ranks = self._peers.ranks.values()
         computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]
@@ -193,7 +192,7 @@ class Dispatcher:
     def enqueue(self, request: OpenRequest) -> None:
         """Queue the unassigned samples of a request, ordered by priority and then by arrival.
 
-        In deterministic mode only the order of arrival counts, so no request overtakes one whose text is being tokenised.
+        In deterministic mode only the order of arrival counts: a request waits while an earlier text is being tokenised.
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
@@ -230,7 +229,7 @@ class Dispatcher:
     def _ahead_of(self, request: OpenRequest) -> set[str]:
         """Return the names of the ranks whose weights are too new for a request.
 
-        The set is empty unless the training loop of the request's client is catching up with the other ranks."""
+        The set is empty unless the request's client is catching up with the other members (`ClientPeer.catching_up`)."""
         if not request.client.catching_up:
             return set()
         own = self._peers.by_name.get(request.client.name)

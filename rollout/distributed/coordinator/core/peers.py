@@ -1,7 +1,7 @@
-"""A registry of connected clients and ranks, with the messages to send to each. No I/O, no clock.
+"""The registry of connected clients and ranks, with the messages to send to each. No I/O, no clock.
 
-Messages to a peer are sent in order and numbered without a gap. Stretches for one client are batched into one `Update` per
-turn of the coordinator's loop.
+Messages to a peer are sent in order and numbered without a gap. All stretches for one client in one turn of the
+coordinator's loop are batched into one `Update`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rollout.distributed.protocol.messages import Message, Refused, Stretch, Upd
 UPDATE_BYTES = 4 << 20
 """The size, in bytes, after which no further stretch is added to an `Update`, which must fit into a frame."""
 SAMPLE_BYTES = 128
-"""The overhead, in bytes, that each sample adds to the size counted for a stretch, besides its buffers. The size limit
-therefore also bounds the number of samples in an `Update`."""
+"""The number of bytes counted for each sample of a stretch in addition to the stretch's buffers, so that `UPDATE_BYTES` also
+limits the number of samples in an `Update`."""
 MAX_ERROR_CHARACTERS = 2000
-"""The maximum number of characters of an error text sent to a peer. Without it, the text could quote megabytes of input."""
+"""The maximum length of an error text sent to a peer. Without this limit, the text could quote megabytes of input."""
 
 
 class Peers:
@@ -59,7 +59,7 @@ class Peers:
         self._put(peer, message)
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """Queue a `Refused` message for a rejected frame. It tells an unknown peer that it has no session."""
+        """Queue a `Refused` message for a rejected frame. For a peer without a session, the message has `over` set."""
         peer = self.get(identity)
         if peer is None:
             self._outbox.append((identity, 0, Refused(code, shortened(text), True)))

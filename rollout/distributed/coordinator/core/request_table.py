@@ -1,10 +1,10 @@
 """The open requests of all clients: admission, new tokens, texts, deadlines, outcomes. No I/O; the clock is passed in.
 
-An accepted request ends once, with an outcome for each of its samples or with one error that names the request.
+An accepted request finishes once, with an outcome for each of its samples or with one error that names the request.
 
 Each client has a memory budget of `max_open_mb`. A request is charged to its client's budget when it is accepted, and the
-charge is returned when the request ends. Tokens from ranks are always accepted, but they are also charged, which leaves less
-room for new requests.
+charge is returned when the request finishes. Tokens from ranks are always accepted, but they are charged too, which leaves
+less room for new requests.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rollout.errors import SerializationError
 from rollout.requests.block_hash import stream_key
 
 REQUEST_BYTES = 4096
-"""The bytes charged per request, in addition to its prompt, parameters, samples and tokens."""
+"""The number of bytes charged per request, in addition to its prompt, parameters, samples and tokens."""
 SAMPLE_BYTES = 128
-"""The bytes charged per sample of a request, and per sample of a stretch of known tokens."""
+"""The number of bytes charged per sample of a request, and per sample of a stretch of known tokens."""
 
 
 def cost(message: Submit) -> int:
-    """Return the number of bytes to charge for a new request. A text prompt's tokens are charged once it is tokenised."""
+    """Return the number of bytes to charge for a new request. The tokens of a text prompt are charged after tokenisation."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     prompt = sys.getsizeof(message.prompt) + len(message.images) + len(message.keyed)
     return REQUEST_BYTES + prompt + len(message.params) + SAMPLE_BYTES * message.n + known
@@ -48,11 +48,11 @@ _STOPPING = ("EngineStateError", "the job is stopping and accepts no requests; s
 
 
 class RequestTable:
-    """The table of open requests. Each client's `requests` holds the client's own."""
+    """The table of open requests. The requests themselves are stored in `ClientPeer.requests` of each client."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
         self.texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
-        """Pending tokenizer jobs: job id → (request, stretch to forward with the texts). The stretch is None if the job
+        """The pending tokenizer jobs: job id → (request, stretch to forward with the texts). The stretch is None if the job
         tokenises a prompt."""
         self._new_jobs: list[TextJob] = []
         self._next_job = 0
@@ -60,13 +60,13 @@ class RequestTable:
         self._peers = peers
         self._dispatcher = dispatcher
         self._due = math.inf
-        """The time of the next check for deadlines: the earliest deadline of any request since the last check, even if that
-        request has ended."""
+        """The time of the next check for deadlines: the earliest deadline among all requests that were open at or after the
+        last check. The request with this deadline may already have finished."""
         self._without_rank_since = math.inf
         self._next_request_id = 0
 
     def __iter__(self) -> Iterator[OpenRequest]:
-        """Iterate over all open requests. Requests may end during the iteration."""
+        """Iterate over all open requests. Requests may be closed during the iteration."""
         yield from [request for client in self._peers.clients.values() for request in client.requests.values()]
 
     # --- submission -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class RequestTable:
         self._new_jobs.append(job)
 
     def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
-        """Remove a finished job; return the job's request and stretch, or (None, None) if the request has ended."""
+        """Remove a finished job; return the job's request and stretch, or (None, None) if the request is closed."""
         request, stretch = self.texts.pop(job_id)
         request.text_jobs.pop(job_id, None)
         return (None, None) if request.closed else (request, stretch)
@@ -201,7 +201,7 @@ class RequestTable:
         ended = request.absorb(stretch)
         self._charge(request, stretch.buffer_bytes)
         if request.losses and any(stretch.counts):
-            # Reset the count of lost ranks: new tokens show progress, so this request is not what kills its ranks.
+            # Reset the count of lost ranks: a new token shows that the request does not kill every rank that computes it.
             request.losses = 0
         wants_text = ended and self._config.tokenizer is not None and "text" not in stretch.columns
         token_ids = [each.token_ids for each in request.tokens.deltas(ended).values()] if wants_text else []
@@ -212,7 +212,7 @@ class RequestTable:
         if not wants_text:
             self._forward(request, stretch)
             return
-        # Forward tokens of running samples now: they need not wait until the text of the finished samples is decoded.
+        # Forward the tokens of running samples now, and those of finished samples once their text is decoded.
         going_on = set(stretch.indices).difference(ended)
         if going_on:
             self._forward(request, stretch.only(going_on))
@@ -243,7 +243,7 @@ class RequestTable:
             self._due = min((request.deadline for request in self), default=math.inf)
 
     def look_for_ranks(self, now: float) -> None:
-        """Record since when there has been no ready rank, or that there is one."""
+        """Start the clock for `give_up` if no rank is ready, and reset it if a rank is ready."""
         ready = self._dispatcher.any_rank_ready
         self._without_rank_since = math.inf if ready else min(self._without_rank_since, now)
 

@@ -1,4 +1,4 @@
-"""The state of sessions and open requests: the known tokens of each sample, and the rank that computes it.
+"""The state of sessions and open requests: the known tokens of each sample, and the rank that computes the sample.
 
 The known tokens of a sample are contiguous from token 0. No I/O, no clock.
 """
@@ -17,8 +17,8 @@ from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
-"""The maximum number of samples in a group. Handling such a group with known tokens for each sample takes some tens of
-milliseconds."""
+"""The maximum number of samples in a group. Handling a group of this size with known tokens for each sample takes some tens
+of milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
 """The maximum size, in bytes, of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
@@ -42,10 +42,10 @@ class ClientPeer(Peer):
     """The session of a client."""
 
     member: int | None = None
-    """The rank whose training loop uses this client; None: no training loop, so barriers do not wait for it."""
+    """The rank whose training loop uses this client. None if no training loop uses it, so barriers do not wait for it."""
     catching_up: bool = False
-    """Whether this member has just (re)connected and has not arrived at an open barrier yet. The other members may have
-    continued without it."""
+    """Whether this member has connected or reconnected and has not arrived at an open barrier since. The other members may
+    have continued without it."""
     barrier: int = NO_BARRIER
     """The highest barrier at which the member has arrived."""
     answered: int = NO_BARRIER
@@ -54,7 +54,7 @@ class ClientPeer(Peer):
     """The client's last `Barrier` message."""
     last_request_id: int = -1
     open_bytes: int = 0
-    """The bytes charged for the client's open requests."""
+    """The number of bytes charged to the client's memory budget for its open requests."""
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """The client's open requests, indexed by the client's request id."""
     stretches: list[Stretch] = field(default_factory=list)
@@ -75,7 +75,7 @@ class RankPeer(Peer):
     resting: bool = False
     """Whether the rank's engine is idle, because its training loop is outside `generate`."""
     waited_for_since: float = math.inf
-    """The time since when the rank has been idle or behind while others compute; infinity: it is not."""
+    """The time since when the rank has been idle or behind while other ranks compute; infinity if it is neither."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -132,18 +132,18 @@ class OpenRequest:
     arrival_time: float
     interval: int
     deadline: float
-    """The time at which the request fails, in monotonic seconds; infinity: never."""
+    """The time at which the request fails, in monotonic seconds; infinity if there is no deadline."""
     since: float = 0.0
-    """The time of acceptance, in monotonic seconds."""
+    """The time at which the request was accepted, in monotonic seconds."""
     charged: int = 0
-    """The bytes charged to the client until the request ends."""
+    """The number of bytes charged to the client's memory budget until the request finishes."""
     prompt: bytes | None = None
     """The prompt's token ids (int32); None until a text prompt is tokenised."""
     images: bytes = b""
     """The tensors of the prompt's images, as msgpack that the coordinator never decodes."""
     keyed: bytes = b""
-    """The tokens (int32) from which block hashes are computed, if not from the prompt; see `Submit.keyed`. Empty for a
-    prompt with images: no hashes are computed."""
+    """The tokens (int32) from which block hashes are computed instead of from `prompt`; see `Submit.keyed`. If empty for a
+    prompt with images, no hashes are computed."""
     hashes: list[int] | None = None
     """The hashes of the prompt's complete blocks; None until they are first used."""
     open: set[int] = field(default_factory=set)
@@ -164,12 +164,12 @@ class OpenRequest:
     losses: int = 0
     """The number of ranks lost while they computed the request, since the request's last new token."""
     too_new_since: float = math.inf
-    """The time since when no rank has had suitable weights for the request; infinity: the request does not wait for one."""
+    """The time since when no rank has had suitable weights for the request; infinity if it does not wait for weights."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
     """The pending tokenizer jobs, by id: the prompt to tokenise, or completions to detokenise."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
-        """Add a stretch of new tokens; return the indices of the samples that finish with it.
+        """Add a stretch of new tokens; return the indices of the samples that finish with the stretch.
 
         The tokens of finished samples stay until `tokens.forget`.
 

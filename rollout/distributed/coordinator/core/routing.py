@@ -1,15 +1,15 @@
-"""Routing: scores every rank by cached prefix and free slots, and picks a rank for a group.
+"""The choice of a rank for a group, by the length of the cached prefix and the number of free slots of each rank.
 
     score(rank) = α · matched leading blocks / blocks of the prompt + (1 - α) · (slots - load) / slots
 
-A rank has `max_requests` slots. Its load is the number of its assigned samples that have not finished. If scores are equal,
-the rank with the latest assignment wins, then the lowest name. A rank is a candidate for a group of n samples while it has
-*room*: load + min(n, slots) <= slots + max(1, slots // 8). If there is no candidate, the caller keeps the group queued until
-a rank has room.
+A rank has `max_requests` slots. Its load is the number of its assigned samples that have not finished. If several ranks have
+the best score, the rank with the latest assignment is chosen, then the lowest name. A rank is a candidate for a group of n
+samples while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). If there is no candidate, the caller keeps
+the group queued until a rank has room.
 
 The router keeps two sets of block hashes per rank: *expected* hashes, which an open assignment will cache on the rank
-(reference-counted), and *listed* hashes, which the rank has reported (a bounded LRU). A decision scores every rank once. No
-clock, no randomness, no I/O, no request ids.
+(reference-counted), and *listed* hashes, which the rank has reported (a bounded LRU). Decisions use no clock, no randomness,
+no I/O and no request ids.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import NamedTuple
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 LOOKAHEAD_SHARE = 8
-"""The number of slots per extra sample that a rank is assigned beyond its slots."""
+"""The number of slots per sample that a rank may be assigned beyond its slots. At least one such sample is allowed."""
 MAX_HASHES_PER_RANK = 1 << 18
 """The maximum number of listed block hashes per rank; the least recently used hashes are dropped."""
 
 Claim = tuple[dict[int, int], Sequence[int]]
-"""The claim of one assignment: the rank's counters of expected hashes, and the hashes that the assignment has counted there.
-A version change replaces the rank's counters, so an older claim no longer affects them."""
+"""The claim of one assignment: the rank's dict of counters of expected hashes, and the hashes that the assignment counts in
+it. A version change gives the rank a new dict, which claims from before do not affect."""
 
 
 class Placement(NamedTuple):
@@ -43,17 +43,17 @@ class Placement(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """The load and the hashes of one rank."""
+    """The load and the block hashes of one rank."""
 
     name: str
     max_requests: int
     limit: int
     """The maximum load: a few more than the slots, so that a sample is waiting when a slot becomes free."""
     load: int = 0
-    """The number of assigned samples that have not finished. In deterministic mode: the number of samples ever assigned, of
-    which only the differences between ranks matter."""
+    """The number of assigned samples that have not finished. In deterministic mode, it is the number of samples ever
+    assigned, of which only the differences between ranks matter."""
     stamp: int = -1
-    """The number of the rank's latest assignment among the router's assignments; -1: the rank has had no assignment."""
+    """The number of the rank's latest assignment, counted over all ranks; -1 if the rank has had no assignment."""
     expected: dict[int, int] = field(default_factory=dict)
     """The expected hashes: hash → number of claims on it."""
     listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -75,10 +75,10 @@ class _Rank:
         return len(hashes)
 
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
-        """Mark the listed ones among `hashes` as recently used. With a `limit`, also list the others, and drop the least
+        """Mark those `hashes` that are listed as recently used. With a `limit`, also list the rest, and drop the least
         recently used hashes beyond the limit."""
-        # Refresh from the last block to the first: the last block is then evicted first, and the remaining prefix still
-        # matches.
+        # Refresh from the last block to the first, so that the last block is evicted first. The remaining prefix then
+        # still matches.
         for each in reversed(tuple(hashes)):
             if limit is not None:
                 self.listed[each] = None
@@ -95,11 +95,11 @@ class Router:
         policy: LONGEST_PREFIX scores all blocks of the prompt, FIRST_PREFIX_BLOCK only the first block. If there are no
             hashes, both choose the rank with the largest share of free slots. LOAD_BALANCED always chooses that rank, the
             lowest name if there are several. ROUND_ROBIN chooses the next name. The last two policies use no hashes.
-        alpha: weight of the cached prefix in the score, in [0, 1].
+        alpha: weight α of the cached prefix in the score, in [0, 1].
         max_hashes_per_rank: maximum number of listed hashes per rank.
-        deterministic: whether decisions depend only on the order of the calls of `place` and `assigned` and on the sorted
-            names. Nothing is placed before `data_parallel_size` ranks are connected. Load is then the number of samples ever
-            assigned, and hashes come from past assignments instead of the ranks' reports.
+        deterministic: whether decisions depend only on the sorted names of the ranks and on the order of the calls of
+            `place` and `assigned`. If so, nothing is placed before `data_parallel_size` ranks are connected, load is the
+            number of samples ever assigned, and hashes are taken from past assignments instead of the ranks' reports.
         data_parallel_size: number of ranks of the job.
     """
 
@@ -123,7 +123,7 @@ class Router:
         self._deterministic = deterministic
         self._data_parallel_size = data_parallel_size
         self.complete = not deterministic
-        """Whether groups may be placed; in deterministic mode False until all ranks have connected."""
+        """Whether groups may be placed. In deterministic mode, it is False until all ranks have connected."""
         self._ranks: dict[str, _Rank] = {}
         """The connected ranks, sorted by name."""
         self._clock = 0
@@ -141,14 +141,14 @@ class Router:
         """Add a rank with an empty cache."""
         rank = _Rank(name, max_requests, max_requests + max(1, max_requests // LOOKAHEAD_SHARE))
         if self._deterministic:
-            # Start a late rank at the load of the least loaded rank: at 0 it would get all new work until it had caught
-            # up.
+            # Start a late rank at the load of the least loaded rank. Starting at 0, it would get all new work until its
+            # load had reached that of the other ranks.
             rank.load = int(max_requests * min((1 - each.free() for each in self._ranks.values()), default=0))
         self._ranks = dict(sorted([*self._ranks.items(), (name, rank)]))
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
-        """Remove a rank and its hashes. Claims on the rank may still be released."""
+        """Remove a rank and its hashes. Open claims on the rank may be released later."""
         del self._ranks[name]
 
     # --- decisions ----------------------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ class Router:
     def place(self, hashes: Sequence[int], samples: int, *, exclude: Collection[str] = ()) -> list[Placement]:
         """Choose the ranks for a group. The caller then records the decision with `assigned`.
 
-        A prefix policy places the samples one by one and may split the group: after each placement the chosen rank counts
-        as having the whole prompt cached and one free slot less. The other policies choose one rank for the group. Every
-        chosen rank has room for the whole group.
+        A prefix policy places the samples one by one and may split the group. After each placement, the chosen rank is
+        scored as if it had cached the whole prompt and had one free slot less. The other policies choose one rank for the
+        group. Every chosen rank has room for the whole group.
 
         Args:
             hashes: hashes of the prompt's complete blocks, from the first block on.
@@ -187,8 +187,8 @@ class Router:
     def _by_score(self, candidates: list[_Rank], asked: Sequence[int], samples: int) -> list[Placement]:
         alpha, beta, blocks = self._alpha, 1 - self._alpha, len(asked)
         matches = [rank.match(asked) for rank in candidates]
-        # Best score first, then the most recently assigned rank, then by name (the candidates are already in name
-        # order).
+        # Order by score, then by latest assignment, then by name: the index stands for the name, because candidates are
+        # sorted by name.
         heap = [
             (-(alpha * (match / blocks) + beta * rank.free()) if blocks else -rank.free(), -rank.stamp, index)
             for index, (rank, match) in enumerate(zip(candidates, matches, strict=True))
@@ -224,7 +224,7 @@ class Router:
             samples: number of assigned samples.
 
         Returns:
-            The claim to pass to `released` when the assignment has ended.
+            The claim, which must be passed to `released` when the assignment has ended.
         """
         rank, asked = self._ranks[name], self._asked(hashes)
         rank.load += samples
@@ -243,7 +243,7 @@ class Router:
             self._ranks[name].load -= samples
 
     def released(self, claim: Claim) -> None:
-        """Release the claim of an assignment that has ended, whose hashes are then no longer expected."""
+        """Release the claim of an assignment that has ended. It no longer makes its hashes expected."""
         expected, hashes = claim
         for each in hashes:
             expected[each] -= 1
@@ -255,7 +255,7 @@ class Router:
 
         Args:
             name: name of the rank.
-            added: hashes of newly cached blocks of one prompt, from the prompt's first block on.
+            added: hashes of newly cached blocks, in order of their positions in the prompt.
             removed: hashes of evicted blocks. Hashes of open assignments stay expected.
             flushed: whether the rank has dropped all earlier blocks.
         """

@@ -1,7 +1,7 @@
-"""Sessions of peers: handshake, sequence numbers, heartbeats, and cleanup at the end. No I/O; the clock is passed in.
+"""The sessions of peers: handshake, sequence numbers, heartbeats, and cleanup at the end. No I/O; the clock is passed in.
 
-There is at most one session per identity, per rank name and per member number. When a client's session ends, its requests
-are closed. When a rank's session ends, the samples assigned to the rank return to the queue.
+There is at most one session per ZMQ identity, per rank name and per member number. When a client's session ends, the
+client's requests are closed. When a rank's session ends, the samples assigned to the rank return to the queue.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rollout.distributed.protocol.frames import Sequencer
 from rollout.state import CoordinatorState, EngineState
 
 MAX_RANK_LOSSES = 5
-"""The number of ranks that may be lost in a row while they compute the same request, without a new token of it. Then the
-request fails, because it may be what kills the ranks."""
+"""The number of ranks that may be lost in a row while they compute a request, without a new token of the request. Then the
+request fails, because it is probably the cause of the losses."""
 
 
 class Sessions:
@@ -116,7 +116,7 @@ class Sessions:
     def is_next(self, peer: Peer, sequence: int, now: float) -> bool:
         """Return whether a frame is the peer's next frame.
 
-        If not, it is a repetition, or frames before it were lost and the session has ended."""
+        If not, the frame is a duplicate, or earlier frames were lost and the session has been ended."""
         try:
             new = peer.frames.accept(sequence)
         except LostFramesError as exc:
@@ -127,12 +127,12 @@ class Sessions:
         return new
 
     def beat(self, now: float) -> None:
-        """End the sessions of silent peers, and send heartbeats to peers to which nothing was sent for a while."""
+        """End the sessions of silent peers, and send heartbeats to peers that were not sent anything for a while."""
         interval, timeout = self._config.advanced.heartbeat_interval_s, self._config.advanced.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
         if now - last > timeout / 2:
-            # Do not count peers as silent if this process itself stalled: the frames that they sent meanwhile are still
-            # unread.
+            # Do not count peers as silent if this process itself stalled: frames that they sent during the stall may still
+            # be unread.
             for peer in self._peers:
                 peer.heard = now
             for rank in self._peers.ranks.values():
@@ -159,7 +159,7 @@ class Sessions:
 
         Args:
             why: reason, for error messages.
-            died: whether the session ended unexpectedly. Barriers then wait for the member for a grace period.
+            died: whether the session ended unexpectedly. Barriers then still wait for a lost member for a grace period.
         """
         self._peers.drop(peer)
         self._control.lost(peer.identity)
