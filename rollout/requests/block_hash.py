@@ -4,9 +4,9 @@
     hash of block i          h_i = (h_{i-1} · HASH_BASE + t_i) mod HASH_PRIME + 1,   h_{-1} = 0, or a hash of the salt
 
 `mix` adds splitmix64's golden-ratio constant, then applies splitmix64's finaliser (Steele, Lea & Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014). Every token is mixed first, because a plain polynomial of the tokens is easily
-made to collide: add k to the token at j and subtract 31k at j-1. The chain is linear modulo a prime, hence injective in the
-parent: once two chains differ, equal later blocks keep them different. A cache hit still requires equal tokens.
+pseudorandom number generators", OOPSLA 2014). Every token is mixed first, because a plain polynomial has simple collisions:
+adding k to token j and subtracting 31k from token j-1 changes nothing. The chain is linear modulo a prime, hence injective
+in the parent: chains that differ stay different if equal blocks follow. A cache hit also requires equal tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chain_root(salt: str | None) -> int:
 
 
 def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Extend B hash chains by one block each. The hashes equal `compute_block_hashes_batched` of the longer prompts.
+    """Extend B hash chains by one block each. `compute_block_hashes_batched` of the longer prompts gives the same hashes.
 
     Args:
         parents: int64 [B], the hash of each preceding block, or `chain_root` for a chain's first block.
@@ -98,7 +98,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _times_base(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return values · HASH_BASE modulo 2^61 - 1, below 2^62, in 64-bit arithmetic (2^61 is congruent to 1)."""
+    """Return numbers below 2^62 that are congruent to values · HASH_BASE modulo 2^61 - 1, without 64-bit overflow."""
     high = (values >> np.uint64(31)) * np.uint64(HASH_BASE)
     low = (values & np.uint64(2**31 - 1)) * np.uint64(HASH_BASE)
     product: NDArray[np.uint64] = (high >> np.uint64(30)) + ((high & np.uint64(2**30 - 1)) << np.uint64(31)) + low
@@ -124,7 +124,7 @@ def integer_array(name: str, values: Any, dimensions: int = 1) -> NDArray[np.int
 def stream_key(seed: int, index: int) -> int:
     """Return the key, in [0, 2^63), of random stream `index` under `seed`, computed by two rounds of splitmix64.
 
-    A request without a seed gets the stream whose index is the request's number. A sample gets the stream of its index.
+    A request without a seed gets the key whose index is the request's number. A sample gets the key of its sample index.
     """
     return _mixed(_mixed(seed + GOLDEN) + (index + 1) * GOLDEN) >> 1
 

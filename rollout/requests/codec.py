@@ -1,9 +1,9 @@
-"""Codecs for request fields: pairs of an encoder and a decoder, one pair per kind of value.
+"""Codecs for request fields. A codec is a pair of an encoder and a decoder for one kind of value.
 
 Encoded values are plain (None, bool, int, float, str, bytes, list, dict), so `msgpack.packb(…, use_bin_type=True)`
-accepts them and nothing is ever pickled. Long rows of numbers become raw little-endian buffers, which is exact and an order
-of magnitude faster than lists. Decoders validate everything: a malformed value raises `SerializationError`, and
-`decode_fields` puts the field's name in front of the message.
+accepts them and nothing is ever pickled. Long lists of numbers become raw little-endian buffers, which are exact and an
+order of magnitude faster than msgpack lists. Decoders validate everything: a malformed value raises `SerializationError`,
+and `decode_fields` puts the field's name in front of the message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Codec(NamedTuple):
 
 
 def encode_fields(owner: object, codecs: Mapping[str, Codec]) -> dict[str, Any]:
-    """Encode the named attributes of `owner` into a dict."""
+    """Encode the attributes of `owner` that `codecs` names into a dict of plain values."""
     return {name: codec.encode(getattr(owner, name)) for name, codec in codecs.items()}
 
 
@@ -43,7 +43,7 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
     """Decode a dict of fields into keyword arguments; the inverse of `encode_fields`.
 
     Raises:
-        SerializationError: a field is missing, unknown or malformed; the message begins with `owner.field`.
+        SerializationError: a field is missing, unknown or malformed. `owner.field` begins the message.
     """
     if not isinstance(plain, dict):
         refuse(owner, plain, "a dict of fields")
@@ -62,16 +62,15 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 
 
 def refuse(what: str, value: object, rule: str) -> NoReturn:
-    """Raise `SerializationError` with the received value and the rule that the value breaks."""
+    """Raise a `SerializationError` that begins with `what` and says that `value` arrived where `rule` must be."""
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
 def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
-    """Unpack one msgpack value with options of `msgpack.unpackb`. A `SerializationError` message begins with `what`."""
+    """Unpack one msgpack value with options of `msgpack.unpackb`. A `SerializationError` begins with `what`."""
     try:
         return msgpack.unpackb(packed, **options)
-    # Catch ValueError, the base of all msgpack errors that a complete buffer can cause, and TypeError, raised for a
-    # list as a map key.
+    # ValueError is the base class of all errors that `unpackb` itself raises. A list as a map key causes TypeError.
     except (ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(
             f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc}): cut off?"
@@ -86,7 +85,8 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
     try:
         while not values or reader.tell() < len(packed):
             values.append(reader.unpack())
-    # Catch ValueError, the base of all other msgpack errors, and TypeError, raised for a list as a map key.
+    # OutOfData means a truncated value. ValueError is the base class of the other msgpack errors that can occur here. A
+    # list as a map key causes TypeError.
     except (msgpack.OutOfData, ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(
             f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc})"
@@ -95,7 +95,7 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
 
 
 def optional(codec: Codec) -> Codec:
-    """Return a codec for None and for the values of `codec`."""
+    """Return a codec that leaves None unchanged and handles all other values as `codec` does."""
     return Codec(
         lambda value: None if value is None else codec.encode(value),
         lambda value: None if value is None else codec.decode(value),
@@ -103,7 +103,7 @@ def optional(codec: Codec) -> Codec:
 
 
 def list_of(codec: Codec) -> Codec:
-    """Return a codec for lists of the values of `codec`."""
+    """Return a codec for lists whose items `codec` encodes."""
 
     def decode(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple):
@@ -158,7 +158,7 @@ STR_OR_INT = _plain("a string or an integer", lambda value: value if isinstance(
 INTS = _buffer("<i8")
 FLOATS = _buffer("<f8")
 OPAQUE = Codec(lambda value: value, lambda value: value)
-"""A codec for any msgpack-able value, which it leaves unchanged."""
+"""A codec that leaves every value unchanged. msgpack must be able to encode the value."""
 
 
 def _encode_top_n(rows: list[list[tuple[int, float]]]) -> dict[str, bytes]:
@@ -188,14 +188,14 @@ def _encode_array(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _array(dtypes: str, rule: str) -> Codec:
-    """Return a codec for arrays whose dtype matches the pattern `dtypes`, which must not match object dtypes (pickle)."""
+    """Return a codec for arrays whose dtype matches the regex `dtypes`, which must exclude objects (they need pickle)."""
 
     def decode(value: Any) -> np.ndarray[Any, Any]:
         dtype, shape, data = _dtype_shape_data("array", value)
         if not re.fullmatch(dtypes, dtype):
             refuse("array", dtype, rule)
         _check_size("array", shape, np.dtype(dtype).itemsize, data)
-        # Copy: frombuffer returns a read-only array, and fields must be writable.
+        # Copy the data: `frombuffer` returns a read-only array, and the fields of a request must be writable.
         return np.frombuffer(data, dtype).reshape(shape).copy()
 
     return Codec(_encode_array, decode)
@@ -216,7 +216,7 @@ def deserialize_tensor(plain: list[Any]) -> torch.Tensor:
     """Decode a CPU tensor that owns its memory; the inverse of `serialize_tensor`.
 
     Raises:
-        SerializationError: `plain` is not such a list, the dtype is unknown, or the bytes do not fit the shape.
+        SerializationError: `plain` is malformed, its dtype is unknown, or its bytes do not fit its shape.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""`SampleDelta`: new completion tokens of one sample, from the engine to the reader of a stream. `growth` creates a delta.
+"""`SampleDelta`, the new completion tokens of one sample, which the engine sends to a stream's reader. `growth` builds it.
 
-An optional value is one field declared with `_column`. The declaration determines how values are joined, packed
+An optional field is declared with `_column`. The declaration determines how the field's values are joined, packed
 (`rollout.distributed.protocol.stretch`) and checked on arrival.
 """
 
@@ -46,16 +46,16 @@ class Column:
     """The rules for checking and joining an optional field of `SampleDelta`. A missing value is None."""
 
     types: frozenset[type]
-    """The allowed types of a value, which is sent as msgpack encodes it."""
+    """The allowed types of a value. msgpack encodes the value as it is."""
     rule: str
     """The allowed types in words, for error messages."""
     join: Callable[[list[Any]], Any]
-    """A function that joins the field's values from consecutive deltas, without missing values."""
+    """A function that joins the field's values from consecutive deltas. Missing values are left out of the list."""
     outlives_restart: bool = False
-    """Whether joining keeps the values from before a restart of the sample."""
+    """Whether joining keeps the values from before a restart of the sample (see `SampleDelta.start`)."""
 
     def holds(self, values: list[Any]) -> bool:
-        """Return whether every value is None or of these types; floats must be finite."""
+        """Return whether every value is None or has an allowed type. Floats must also be finite."""
         # Use C-level operations on the whole list: a Python call per entry would dominate decoding.
         return self.types.issuperset(map(type, values)) and (
             float not in self.types or all(map(isfinite, filter(None, values)))
@@ -77,36 +77,37 @@ def _last(values: list[Any]) -> Any:
 
 @dataclass(slots=True)
 class SampleDelta:
-    """The new completion tokens of one sample, with all other new fields. Read-only after delivery."""
+    """The new completion tokens of one sample and the data that belongs to them. Read-only after delivery."""
 
     request_id: int
     sample_index: int
     start: int = 0
-    """The index of the first token in the completion. If it is 0 although earlier tokens are known, the sample restarted."""
+    """The index of this delta's first token in the completion. If it is 0 although the reader has tokens, the sample was
+    restarted, and the new tokens replace the old ones."""
     token_ids: bytes = b""
-    """int32 [count] in host order, little-endian wherever torch runs."""
+    """The token ids, int32 [count] in host order, which is little-endian wherever torch runs."""
     log_probs: bytes = b""
-    """float32 [count], encoded like the token ids."""
+    """The tokens' log-probs, float32 [count], encoded like the token ids."""
     versions: VersionSpans = field(default_factory=VersionSpans)
     """The policy versions of the tokens."""
     prompt_version: int = 0
     """The policy version under which the prompt was admitted."""
     ttft: float | None = _column("seconds", float, int, join=_first)
-    """The seconds from arrival to the first token, if this delta has the first token."""
+    """The seconds from arrival to the first token. None unless this delta has the first token."""
     top_n: bytes | None = _column("bytes", bytes, join=b"".join)
-    """The top log-probs of each token, packed by `pack_top_n`, if requested."""
+    """The top log-probs of each token, packed by `pack_top_n`. None unless requested."""
     kept: bytes | None = _column("bytes", bytes, join=b"".join)
-    """The sets that the tokens were drawn from, packed by `pack_kept`, if requested."""
+    """The set of token ids that each token was drawn from, packed by `pack_kept`. None unless requested."""
     values: bytes | None = _column("bytes", bytes, join=b"".join)
-    """float32 [count, k], encoded like the log-probs: the k numbers per token that `token_values=…` computed, if the engine
-    has such a function."""
+    """The k numbers per token that the engine's `token_values=…` function returned, float32 [count, k], encoded like the
+    log-probs. None without such a function."""
     text: str | None = _column("a string", str, join=_last)
-    """The text of the whole completion, if it has finished and the engine detokenises."""
+    """The text of the whole completion. None unless the sample has finished and the engine detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join)
     """The expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records
     routes. The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
     outcome: bytes | None = _column("bytes", bytes, join=_last)
-    """The packed `rollout.distributed.protocol.outcome.Outcome`, if the sample has finished."""
+    """The packed `rollout.distributed.protocol.outcome.Outcome`. None unless the sample has finished."""
     events: bytes | None = _column("bytes", bytes, join=b"".join, outlives_restart=True)
     """The events since the previous delta, packed by `pack_events`."""
     num_events: int = 0
@@ -119,7 +120,7 @@ class SampleDelta:
 
     @property
     def buffer_bytes(self) -> int:
-        """The total size in bytes of tokens, log-probs, and optional fields with bytes or text."""
+        """The total size of the tokens, log-probs and optional fields, in bytes; in characters for text."""
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
 
@@ -139,11 +140,11 @@ class SampleDelta:
         return self.versions.tolist()
 
     def top_n_rows(self) -> TopN:
-        """Return the top log-probs of each token; empty if not requested. `SerializationError` if malformed."""
+        """Return the top log-probs of each token; empty if not requested. Raise `SerializationError` if malformed."""
         return [] if self.top_n is None else unpack_top_n(self.top_n)
 
     def route_rows(self, positions: int) -> Routes | None:
-        """Return the expert routes [positions, layers, k]; None: not recorded. `SerializationError` if malformed."""
+        """Return the expert routes, or None if not recorded; raise `SerializationError` unless [positions, layers, k]."""
         if self.routes is None:
             return None
         first, routes = unpack_routes(self.routes)
@@ -153,7 +154,7 @@ class SampleDelta:
         return routes
 
     def kept_tokens(self) -> KeptTokens | None:
-        """Return the set that each token was drawn from; None: not requested. `SerializationError` if malformed."""
+        """Return the set that each token was drawn from; None unless requested. Raise `SerializationError` if malformed."""
         if self.kept is None:
             return None
         sets = unpack_kept(self.kept)
@@ -162,7 +163,7 @@ class SampleDelta:
         return sets
 
     def value_rows(self) -> NDArray[np.float32] | None:
-        """Return the tokens' values, float32 [count, k]; None: there are no values. `SerializationError` if malformed."""
+        """Return the tokens' values, float32 [count, k], or None without values. Raise `SerializationError` if malformed."""
         if self.values is None:
             return None
         if not self.count or not self.values or len(self.values) % (TOKEN_BYTES * self.count):
@@ -178,7 +179,7 @@ class SampleDelta:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> DynamicInferenceRequest:
-        """Build the request that continues the sample after the tokens of this delta, which starts at token 0.
+        """Build the request that continues the sample after the tokens of this delta, which must start at token 0.
 
         Raises:
             SerializationError: a column is malformed, or a requested column has no entry for some token.
@@ -221,9 +222,9 @@ COLUMNS: dict[str, Column] = {
 
 
 class DeltaJoin:
-    """A builder that joins consecutive deltas of one sample, or the columns of such deltas.
+    """A builder that joins consecutive deltas of one sample, added whole (`add_delta`) or field by field (`add`, `put`).
 
-    A part that starts at token 0 is a restart: earlier parts are dropped, except for columns that outlive a restart.
+    If an added part starts at token 0, earlier parts are dropped, except for columns with `outlives_restart`.
     """
 
     __slots__ = ("_columns", "_log_probs", "_num_events", "_prompt_version", "_start", "_token_ids", "_versions", "key")
@@ -250,7 +251,7 @@ class DeltaJoin:
         return self._versions
 
     def put(self, name: str, value: Any) -> None:
-        """Add the value of an optional field for the tokens added last."""
+        """Add the value of an optional field for the tokens that were added last. None is ignored."""
         if value is not None:
             self._columns.setdefault(name, []).append(value)
 
@@ -280,11 +281,11 @@ MAX_EVENTS_SENT = 1 << 18
 def growth(
     record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0
 ) -> SampleDelta:
-    """Return the output of an inactive (waiting or finished) record after the tokens and events that the reader has.
+    """Return the output of an inactive (waiting or finished) record that the reader does not have yet.
 
     Args:
         known: number of completion tokens that the reader has.
-        prompt_version: policy version of the prompt that the reader got with these tokens.
+        prompt_version: `prompt_version` of the deltas that brought these tokens. It differs if the sample was restarted.
         events_known: number of events that the reader has.
     """
     live = record[-1]
@@ -324,22 +325,22 @@ def completion_length(live: DynamicInferenceRequest) -> int:
 
 
 def computed_length(record: DynamicInferenceRequestRecord) -> int:
-    """Return the prompt length of the segment that sampled the last token, or of the first segment without tokens."""
+    """Return the prompt length of the segment that sampled the last token, or of the first segment if there is no token."""
     sampled = (each for each in reversed(record.segments) if each.generated_tokens)
     return len(next(sampled, record[0]).prompt_tokens)
 
 
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
-    """Return the index of the first completion token to send: `known`, or 0 if the sample has restarted since.
+    """Return the index of the first completion token to send: `known`, or 0 if the sample was restarted meanwhile.
 
-    A restarted sample is detected by its prompt's version, because a restart has a later version than all earlier tokens.
+    The prompt's version reveals a restart, because the restarted prompt has a later version than all earlier tokens.
     """
     same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
     return known if same_life else 0
 
 
 def version_of_prompt(live: DynamicInferenceRequest) -> int:
-    """Return the policy version at the prompt's admission; the current version before admission."""
+    """Return the policy version under which the prompt was admitted, or the current version before its admission."""
     return live.policy_spans.version_at(0) if live.policy_spans else live.policy_version
 
 
@@ -371,7 +372,7 @@ def kept_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> 
 
 
 def values_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> bytes:
-    """Return the packed values of completion tokens `start` … `stop` - 1; empty without values."""
+    """Return the packed `generated_values` of completion tokens `start` … `stop` - 1, or b"" if there are none."""
     values, before = joined_values(record.segments), record[0].rng_offset
     return b"" if values is None else values[max(0, start - before) : max(0, stop - before)].tobytes()
 

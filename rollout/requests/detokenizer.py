@@ -5,7 +5,7 @@ Always true:
 - emitted text is final: bytes that may still become another character are held back;
 - the work per token does not grow with the completion: only a short window of tokens is decoded again.
 
-The module needs only two methods of a tokenizer, no tensors and no requests.
+The module requires only two tokenizer methods, `decode` and `convert_ids_to_tokens`. It does not depend on requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WINDOW = 16
 """The maximum number of tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
-"""The number of tokens kept when the window moves. Each has at least one byte, and a UTF-8 character at most 4."""
+"""The number of tokens kept when the window moves. A token has at least one byte, and a UTF-8 character at most 4 bytes."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
 
     @property
     def pending(self) -> str:
-        """The unsettled text after `text`, as `decode` currently shows it."""
+        """The unsettled text after `text`, as `decode` renders it without later tokens."""
         return self._pending
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _advance(self) -> None:
-        """Drop old tokens from the window. If the window then starts inside a character, `_shown` has the broken start."""
+        """Drop old tokens from the window. If it then starts inside a character, `_shown` includes the broken character."""
         self._window = self._window[-CONTEXT:]
         self._shown = self._decode(self._window).removesuffix(self._pending)
 
@@ -124,7 +124,9 @@ class CompletionText:
         self._ended_text = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add the next token; return the stop string if one is complete, else None. Tokens after a stop are ignored."""
+        """Add the next token; return the stop string if one is complete, else None. Tokens after a stop are ignored.
+
+        Set `may_stop` to False while the completion is shorter than its minimum length."""
         if self._stop is None:
             settled = self._tail + self._detokenizer.push((token_id,))
             seen = settled + self._detokenizer.pending.rstrip(_REPLACEMENT)
@@ -155,7 +157,7 @@ class CompletionText:
 
 
 class StableText:
-    """A stream of the text that no later token can change: no unsettled bytes, no tail that may become a stop string.
+    """A stream of text that no later token can change. It holds back unsettled bytes and a possible start of a stop string.
 
     The stream does not search for stop strings. Once the completion has finished, `rest` returns the part of the final text
     that the stream has not shown yet.
@@ -163,7 +165,7 @@ class StableText:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        # Hold nothing back if the stop string is included: it then never retracts text.
+        # If the stop string is included in the output, it never retracts text, so nothing must be held back for it.
         self._stops = () if include_stop_str_in_output else tuple(stop)
         self._held = ""
         self._shown = 0

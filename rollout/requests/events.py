@@ -58,7 +58,7 @@ class DynamicInferenceEvent:
     def __init__(
         self, timestamp: float | None = None, type: DynamicInferenceEventType | None = None, payload: Any = None
     ) -> None:
-        """Check the payload. `timestamp`: seconds since the epoch; None: now."""
+        """Create an event and check its payload. `timestamp` is in seconds since the epoch and defaults to now."""
         if not isinstance(type, DynamicInferenceEventType):
             raise ValueError(f"type={type!r} of an event: must be a DynamicInferenceEventType")
         object.__setattr__(self, "timestamp", time.time() if timestamp is None else float(timestamp))
@@ -98,7 +98,7 @@ class DynamicInferenceEvent:
 
     @classmethod
     def deserialize(cls, row: Any) -> DynamicInferenceEvent:
-        """Decode the result of `serialize`; `SerializationError` if the event is malformed."""
+        """Decode the result of `serialize`; raise `SerializationError` if the event is malformed."""
         if type(row) is not list or len(row) not in (2, 3) or type(row[0]) is not int or type(row[1]) is not float:
             refuse("event", row, "[type, timestamp, payload]")
         payload = row[2] if len(row) == 3 else None
@@ -137,18 +137,18 @@ EVENT = Codec(DynamicInferenceEvent.serialize, DynamicInferenceEvent.deserialize
 
 
 def pack_events(events: Iterable[DynamicInferenceEvent]) -> bytes:
-    """Pack events for progress reports. Packed rows may be concatenated."""
+    """Pack events as msgpack. Results may be concatenated and unpacked together."""
     return b"".join([msgpack.packb(event.serialize()) for event in events])
 
 
 def unpack_events(packed: bytes) -> list[DynamicInferenceEvent]:
-    """Unpack one or more concatenated results of `pack_events`; `SerializationError` if malformed."""
+    """Unpack one or more concatenated results of `pack_events`; raise `SerializationError` if they are malformed."""
     return [DynamicInferenceEvent.deserialize(row) for row in unpack_joined("events", packed)] if packed else []
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EventLog:
-    """The event list of a request, oldest first, with one method per event type. If `timestamp` is None, it is now."""
+    """The event list of a request, oldest first, with one method per event type. A `timestamp` of None means now."""
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
@@ -176,7 +176,7 @@ class EventLog:
     ) -> None:
         """Record a sampled token.
 
-        The counts are over the whole KV pool: all blocks, registered blocks, registered blocks in use, references to blocks.
+        The counts cover the whole KV pool: all blocks, blocks in the prefix cache, those in use among them, and references.
         """
         counts = (token_id, blocks_total, blocks_hashed_total, blocks_hashed_active, blocks_ref_count)
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}
@@ -197,12 +197,12 @@ class EventLog:
     add_event_pause = partialmethod(_bare, DynamicInferenceEventType.PAUSE)
     """Record that the request was paused and keeps its KV."""
     add_event_evict = partialmethod(_bare, DynamicInferenceEventType.EVICT)
-    """Record that the request was evicted: its KV was dropped, and it waits again."""
+    """Record that the request was evicted: its KV was dropped, and it is in the queue again."""
     add_event_finish = partialmethod(_bare, DynamicInferenceEventType.FINISH)
     """Record that the request finished with a result."""
     add_event_fail = partialmethod(_bare, DynamicInferenceEventType.FAIL)
     """Record that the request finished without a result."""
     add_event_error_transient = partialmethod(_add, DynamicInferenceEventType.ERROR_TRANSIENT)
-    """Record an error that the request survives: (error, timestamp)."""
+    """Record an error that the request survives. The arguments are (error, timestamp)."""
     add_event_error_nontransient = partialmethod(_add, DynamicInferenceEventType.ERROR_NONTRANSIENT)
-    """Record an error that fails the request: (error, timestamp)."""
+    """Record an error that fails the request. The arguments are (error, timestamp)."""

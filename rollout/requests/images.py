@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 NO_TENSORS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""The outputs of tokenizers and processors that are not image tensors. Token types can be derived from the token ids."""
+"""The outputs of tokenizers and processors that are not image tensors. Token types are not kept, because the token ids
+determine them."""
 PIXELS = "pixel_values"
 TILED_DIMENSIONS = 5
-"""The number of dimensions of `pixel_values` [1, tiles, channels, height, width]."""
+"""The number of dimensions of `pixel_values` if images have tiles: [1, tiles, channels, height, width]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +47,12 @@ class ImageInputs:
 
     @classmethod
     def unpack(cls, packed: bytes) -> ImageInputs:
-        """Decode the result of `pack`; `SerializationError` if malformed."""
+        """Decode the result of `pack`; raise `SerializationError` if it is malformed."""
         return cls(TENSORS.decode(unpack_msgpack("images", packed)))
 
     def begins_with(self, earlier: ImageInputs) -> bool:
-        """Return whether the first images are equal to the images `earlier`."""
-        # Compare along the second dimension if images have tiles: the first is then the batch dimension.
+        """Return whether the images in `earlier` are the first of these images, in the same order."""
+        # If images have tiles, compare along the second dimension, the tiles, because the first is the batch dimension.
         tiled = PIXELS in self.tensors and self.tensors[PIXELS].ndim == TILED_DIMENSIONS
         dim = 1 if tiled else 0
         return self.tensors.keys() >= earlier.tensors.keys() and all(
@@ -65,13 +66,13 @@ class ImageInputs:
 
 
 class ImagePrompt(list[int]):
-    """The token ids of a prompt, including image placeholders, with the images.
+    """The token ids of a prompt, including image placeholders, together with the images.
 
     Args:
         token_ids: token ids with an image's placeholder repeated once per embedding, as processors return them.
         images: the tensors of all images, in the order of their placeholders.
-        keyed: little-endian int32 token ids for block hashes, in which every placeholder is replaced by a key of the image's
-            content; empty: not computed yet.
+        keyed: the token ids for block hashes (little-endian int32), in which every placeholder is replaced by a key of the
+            image's content. Empty until they are computed.
     """
 
     def __init__(self, token_ids: Iterable[int], images: ImageInputs, keyed: bytes = b"") -> None:
@@ -81,12 +82,12 @@ class ImagePrompt(list[int]):
 
 
 def images_of(tokens: object) -> ImageInputs | None:
-    """Return the images attached to token ids; None: there are no images."""
+    """Return the images attached to token ids, or None if there are no images."""
     return tokens.images if isinstance(tokens, ImagePrompt) else None
 
 
 def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
-    """Convert a processor's result for one prompt to token ids; if there are images, to an `ImagePrompt`.
+    """Convert a processor's result for one prompt to token ids, or to an `ImagePrompt` if there are images.
 
     Args:
         inputs: `input_ids` [P] or [1, P] for a prompt of P tokens, and the image tensors (`pixel_values`, …). Positions that
@@ -94,7 +95,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
     Raises:
         TypeError: there are no `input_ids`.
-        InvalidRequestError: there are several prompts; or a value is not a tensor.
+        InvalidRequestError: there are several prompts, or a value cannot be converted to a tensor.
     """
     if "input_ids" not in inputs:
         raise TypeError(
@@ -113,7 +114,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Convert named values to tensors without autograd graph; if one is not a tensor, `InvalidRequestError` names it."""
+    """Convert named values to tensors without autograd graph; raise `InvalidRequestError` if this is not possible."""
     import torch
 
     tensors = {}

@@ -18,9 +18,9 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
     """Convert a tokenizer's batch of prompts to lists of token ids without padding; return anything else unchanged.
 
     If a mapping has several rows of `input_ids`, positions that `attention_mask` masks are removed. A 2-D array has no mask,
-    so a row that begins or ends with the padding token raises; for lists of equal length it leads to a warning. If the
-    padding token is also the bos or eos token and every row has exactly one, it counts as a token, because the longest row
-    has no padding.
+    so a row that begins or ends with the padding token raises an error. Lists of equal length only cause a warning. If every
+    row has exactly one padding token there, and it is also the bos or eos token, it counts as a token: the longest row of a
+    padded batch has no padding.
 
     Args:
         owners: the tokenizer and the model's configurations, which define the padding, bos and eos tokens.
@@ -28,7 +28,7 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
         single: whether to return a mapping with one row unchanged.
 
     Raises:
-        InvalidRequestError: a row may have padding; or the mask has another shape than `input_ids`.
+        InvalidRequestError: a row may have padding, or the mask has another shape than `input_ids`.
         TypeError: a mapping has several prompts with images.
     """
     if isinstance(prompts, Mapping):
@@ -64,7 +64,7 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
 
 
 def _rows(values: Any) -> list[list[int]] | None:
-    """Return the rows of a 2-D array, or of a list of lists or 1-D arrays of token ids; None for anything else."""
+    """Return the rows of a 2-D array, or of a list of lists or 1-D arrays of token ids. Return None for anything else."""
     ndim = getattr(values, "ndim", None)
     if ndim is not None:
         rows: list[list[int]] | None = values.tolist() if ndim == 2 else None
@@ -109,13 +109,13 @@ _RULE = (
 
 
 def normalized(prompts: object) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether the argument was a single prompt. `[]` means no prompt.
+    """Return the prompts as a list, and whether the argument was a single prompt. `[]` means no prompts at all.
 
     Args:
         prompts: a `Prompt`, or a list of prompts of one kind; tuples, numpy arrays and tensors count as lists.
 
     Raises:
-        TypeError: `prompts` has another form; the message names the position.
+        TypeError: `prompts` has another form. The message names the position of the wrong item.
     """
     if isinstance(prompts, str | ImagePrompt) or _processed(prompts):
         return [prompts], True  # type: ignore[list-item]
@@ -144,7 +144,7 @@ def _one(item: object, name: str) -> Prompt:
 
 
 def _kind(items: list[Any], name: str) -> str | None:
-    """Return the kind of all items; None if there are no items."""
+    """Return the kind that all items have, or None if there are no items; raise `TypeError` if kinds differ."""
     first = None
     for position, item in enumerate(items):
         kind = _kind_of(item)
@@ -188,11 +188,11 @@ SHOWN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_con
 """The keys of an HTTP message that are passed to the chat template."""
 
 IMAGES = ("image_url", "image")
-"""The types of content parts that are images: in OpenAI's API, and in transformers' chat templates."""
+"""The `type` of a content part that is an image, in OpenAI's API and in transformers' chat templates."""
 
 
 class MessageImage(NamedTuple):
-    """An image in a message: its place in the messages, for errors, and its source (see `open_picture`)."""
+    """An image in a message. `where` is its place in the messages, for errors; `source` is read by `open_picture`."""
 
     where: str
     source: Any
@@ -206,9 +206,9 @@ def plain_messages(
     """Copy messages for a template: join text parts, parse call arguments into objects, drop None values.
 
     Args:
-        shown: keys that the template may read; None: all keys.
-        images: list to which every image is appended; content with images stays a list of parts, for the templates of vision
-            models. None: images are rejected.
+        shown: keys to copy, because the template may read them. If None, all keys are copied.
+        images: list to which every image is appended. Content with images then stays a list of parts, as the templates of
+            vision models require. If None, images are rejected.
 
     Raises:
         InvalidRequestError: a message is malformed.
@@ -244,7 +244,7 @@ def _message(
 
 
 def image_of(part: Any, where: str) -> MessageImage | None:
-    """Return the image that a content part names, in OpenAI's or transformers' form; None: the part is of another kind.
+    """Return the image that a content part names, in OpenAI's or transformers' form, or None if it is another kind of part.
 
     The forms are {"type": "image_url", "image_url": {"url": …}} and {"type": "image", "image": …} (or "url", "path").
 

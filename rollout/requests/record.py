@@ -1,8 +1,8 @@
 """`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
 
-Always true: a segment's prompt is the previous segment's prompt plus its generated tokens, so the segments cover the
-completion without gap or overlap. Only the last segment (the live one) changes, except for expert routes (`set_routes`);
-`merge` equals an uninterrupted request.
+A segment's prompt is the previous segment's prompt plus its generated tokens, so the segments cover the completion without
+gap or overlap. Only the last segment, the live one, changes; the exception is `set_routes`. `merge` returns the request as
+if it had never been interrupted.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()
@@ -39,7 +39,7 @@ _OF_ONE_SEGMENT = {
     "generated_segments", "generated_sequence_lengths", "prompt_log_probs", "prompt_top_n_logprobs", "tpot", "ttft",
     "latency", "routing_indices", "events",
 }  # fmt: skip
-"""The fields that a checkpoint does not copy: they stay with the earlier segment, and the new segment has the defaults."""
+"""The fields that a checkpoint does not copy. The old segment keeps its values, and the new segment gets the defaults."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,14 +47,14 @@ class DynamicInferenceRequestRecord:
     """All segments of one sample.
 
     Raises:
-        ValueError: there is no segment, segments belong to different samples, or they do not follow each other.
+        ValueError: there is no segment, or a segment belongs to another sample or does not continue the segment before it.
     """
 
     segments: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
-    """Seconds from arrival until the sample finished; None: it has not finished."""
+    """Seconds from arrival until the sample finished; None while it is unfinished."""
     completion_text: str | None = None
-    """The text of the whole completion; None: the texts of the segments are joined instead."""
+    """The text of the whole completion. If None, `merge` joins the texts of the segments."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -105,7 +105,7 @@ class DynamicInferenceRequestRecord:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first token; None: there is no token yet."""
+        """Seconds from arrival to the first token; None before the first token."""
         return next((segment.ttft for segment in self.segments if segment.ttft is not None), None)
 
     def joined(self, name: str) -> list[Any]:
@@ -113,7 +113,7 @@ class DynamicInferenceRequestRecord:
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """Return a per-token field of the prompt, from the first complete segment; None: no segment has all of it."""
+        """Return a per-token field of the original prompt from the first segment that has all its entries, or None."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
@@ -123,16 +123,16 @@ class DynamicInferenceRequestRecord:
         self.segments[-1].advance_version(version, policy_only=policy_only)
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Record one weight update. `policy_only`: whether the request is waiting, without KV."""
+        """Record one weight update in the live segment. Set `policy_only` if the request is waiting and has no KV."""
         self.segments[-1].increment_staleness(policy_only=policy_only)
 
     def checkpoint(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """Drop the KV: prompt and output become the prompt of a new live segment, which is returned.
+        """Start and return a new live segment without KV, whose prompt is the old live segment's prompt and output.
 
         The new segment's token budget is smaller by the number of generated tokens. Policy spans are kept up to the current
-        length. A sample without a token has no policy spans, so its prompt gets the version of its next admission. A missing
-        ADD_ENGINE event is added with the arrival time. `tokenizer` has no effect; `checkpoint` and `merge` accept it for
-        older callers.
+        length. A sample without a token has no policy spans, so its prompt gets the version of its next admission. If the
+        ADD_ENGINE event is missing, it is added with the arrival time. `tokenizer` has no effect; `checkpoint` and `merge`
+        accept it for older callers.
         """
         live = self.segments[-1]
         if live.event_add_engine is None:
@@ -197,7 +197,7 @@ class DynamicInferenceRequestRecord:
         """Decode a record; the exact inverse of `serialize`.
 
         Raises:
-            SerializationError: a field is missing, unknown or malformed, or the segments do not follow each other.
+            SerializationError: a field is missing, unknown or malformed, or a segment does not continue the previous one.
         """
         decoded = decode_fields(cls.__name__, plain, _WIRE)
         try:
@@ -235,7 +235,7 @@ class DynamicInferenceRequestRecord:
 
 
 def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
-    """Join the values of all generated tokens, with NaN for a segment without values; None: no segment has values."""
+    """Join the `generated_values` of all segments, with NaN for a segment without values; return None if all have none."""
     parts = [(segment.generated_length, segment.generated_values) for segment in segments]
     width = next((values.shape[1] for _, values in parts if values is not None), None)
     if width is None:
@@ -245,12 +245,12 @@ def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.flo
 
 
 def route_rows(segments: Iterable[DynamicInferenceRequest]) -> int:
-    """Return the number of positions with routes. A segment's routes begin where the routes of earlier segments end."""
+    """Return the number of positions with expert routes. A segment's routes continue the routes of earlier segments."""
     return sum(len(each.routing_indices) for each in segments if each.routing_indices is not None)
 
 
 def set_routes(segments: Sequence[DynamicInferenceRequest], routes: Routes) -> None:
-    """Distribute the routes of positions 0, 1, … over the segments; the last segment gets the remaining routes."""
+    """Distribute the expert routes of positions 0, 1, … over the segments. The last segment gets all remaining routes."""
     start = 0
     for segment in segments[:-1]:
         stop = max(start, segment.total_length - 1) if segment.generated_tokens else start

@@ -44,7 +44,7 @@ _CODECS: dict[str, Codec] = {
     "SamplingParams": codec.SAMPLING_PARAMS, "Status": member_of(Status), "FinishReason": member_of(FinishReason),
     "DynamicInferenceEvent": EVENT, "list[DynamicInferenceEvent]": list_of(EVENT),
 }  # fmt: skip
-"""The type of a field, as written → its codec. A field of type `X | None` is encoded as X or None."""
+"""The codec for each field type, by the type's annotation as written. A field of type `X | None` uses X's codec or None."""
 
 
 @cache
@@ -70,26 +70,26 @@ class InferenceRequest:
     """The text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
     prompt_tokens: list[int] = field(default_factory=list)
-    """[P]: token ids of the prompt."""
+    """The token ids of the prompt, [P]."""
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
-    """The prompt for an encoder. It is rejected, because the engine runs only decoders."""
+    """The prompt for an encoder. The engine rejects a request with one, because it runs only decoders."""
     generated_text: str | None = None
     segments: list[str] | None = None
-    """The text of each prompt token; None until `TextGenerationController.fill_segments`."""
+    """The text of each prompt token; None until `TextGenerationController.fill_segments` has set it."""
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
-    """[G]: token ids that were generated."""
+    """The generated token ids, [G]."""
     prompt_log_probs: list[float] | None = None
-    """[P-1]: log-probs of the prompt tokens from the second on; None: not computed."""
+    """The log-probs of the prompt tokens from the second on, [P-1]; None if not computed."""
     generated_log_probs: list[float] = field(default_factory=list)
-    """[G]: log-probs of the generated tokens; empty if not requested."""
+    """The log-probs of the generated tokens, [G]; empty if not requested."""
     prompt_top_n_logprobs: TopN | None = None
-    """[P-1]: the top (token id, log-prob) pairs at the prompt tokens from the second on; None: not computed."""
+    """The top (token id, log-prob) pairs for each prompt token from the second on, [P-1]; None if not computed."""
     generated_top_n_logprobs: TopN = field(default_factory=list)
-    """[G]: the top (token id, log-prob) pairs at the generated tokens; empty if not requested."""
+    """The top (token id, log-prob) pairs for each generated token, [G]; empty if not requested."""
     tpot: list[float] = field(default_factory=list)
     """The seconds between each generated token and the next (time per output token)."""
 
@@ -163,9 +163,9 @@ class InferenceRequest:
 class DynamicInferenceRequest(EventLog, InferenceRequest):
     """One segment of one sample, from admission until it finishes or until the next checkpoint.
 
-    A position is an index into prompt + generated tokens (T = P + G). For the positions that they cover, `policy_spans` has
-    the version that sampled the token, `kv_spans` the version that computed the KV. For later positions, both are
-    `policy_version`.
+    A position is an index into the prompt and generated tokens (T = P + G). `policy_spans` has the policy version that
+    sampled each token, and `kv_spans` the version that computed each position's KV. Positions after the end of these spans
+    have the version `policy_version`.
     """
 
     sample_index: int = 0
@@ -177,7 +177,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     rng_offset: int = 0
     """The number of completion tokens in earlier segments, which is this segment's offset in the random stream."""
     original_prompt_length: int = -1
-    """The prompt length of the first segment; -1: this is the first segment."""
+    """The prompt length of the first segment. The default of -1 is replaced by this segment's own prompt length."""
     stream_offset: int = 0
     """The number of completion tokens already streamed to the caller."""
     metadata: Any = None
@@ -198,12 +198,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     stop_word_ids: list[list[int]] | None = None
     """Stop words as token ids. Not supported: a request with them is rejected. Use `SamplingParams.stop` instead."""
     routing_indices: NDArray[Any] | None = None
-    """The k experts chosen at each position, integers [T - 1, layers, k]; see `token_columns.Routes`. In a later segment,
+    """The k experts chosen at each position, integers [T - 1, layers, k]; see `token_columns.Routes`. A later segment has
     only the routes after the earlier segments' routes. None unless `InferenceConfig.record_routes` is set."""
     generated_kept_tokens: KeptTokens | None = None
-    """[G]: the sets that the generated tokens were drawn from; None unless `SamplingParams.return_kept_tokens` is set."""
+    """The set that each generated token was drawn from, [G]; None unless `SamplingParams.return_kept_tokens` is set."""
     generated_values: NDArray[np.float32] | None = None
-    """float32 [G, k]: the k numbers per generated token from `RolloutManager(token_values=…)`; None if it is not set."""
+    """The k numbers per generated token from `RolloutManager(token_values=…)`, float32 [G, k]; None if it is not set."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that finished the request."""
@@ -260,7 +260,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     def kv_length(self) -> int:
         """The number of positions whose KV has been computed.
 
-        Once a token is generated, the whole prompt's KV is computed; the last token's own KV is written by the next step.
+        Once a token has been generated, the whole prompt has KV. The last token's own KV is computed by the next step.
         """
         if self.generated_tokens:
             return self.total_length - 1
@@ -273,7 +273,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def images(self) -> ImageInputs | None:
-        """All tensors of the request's images and videos; None: there are no images."""
+        """All tensors of the request's images and videos; None if there are none."""
         return None
 
     # --- versions -----------------------------------------------------------------------------------------------
@@ -283,8 +283,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         Args:
             version: the new policy version.
-            policy_only: whether the request is waiting and has no KV. Then KV spans keep their staleness, and policy spans
-                stay empty until there is a token.
+            policy_only: whether the request is waiting and has no KV. If so, the KV spans keep their staleness, and the
+                policy spans stay empty until there is a token.
 
         Raises:
             ValueError: `version` is below `policy_version`.
@@ -297,7 +297,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         if not policy_only or self.policy_spans or self.generated_tokens:
             self.policy_spans.extend_to(self.total_length, self.policy_version)
         if policy_only:
-            # Shift the versions of existing KV, so that its staleness stays the same.
+            # Shift the KV versions by as much as the policy version, so that the difference, the staleness, stays the same.
             self.kv_spans.shift(version - self.policy_version)
         else:
             self.kv_spans.extend_to(self.kv_length, self.policy_version)
@@ -349,7 +349,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """The options of `get_metadata_types`, name → value, in the same order. None is -1; `logit_bias` is its size."""
+        """The value of each option of `get_metadata_types`, by name. None becomes -1, and `logit_bias` becomes its size."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
             "seed": self.seed,
@@ -366,13 +366,13 @@ class VLMInferenceRequest(DynamicInferenceRequest):
     num_img_embeddings_per_tile: int = 0
     """The number of embeddings, and so of placeholders, per tile; set at admission."""
     imgs: torch.Tensor | None = None
-    """The processor's `pixel_values`; None: there are no images, only videos."""
+    """The processor's `pixel_values`; None if the request has only videos."""
     image_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """The processor's other tensors, by name: `image_grid_thw`, `pixel_values_videos` (Qwen-VL), `pixel_attention_mask`."""
     num_tiles: list[int] = field(default_factory=list)
-    """The number of tiles of each image that the vision tower encodes separately; set at admission."""
+    """The number of tiles in each image, which the vision tower encodes separately; set at admission."""
     decoder_seq_length: int | None = None
-    """The number of prompt positions after images have become embeddings; set at admission."""
+    """The number of prompt positions after images have been replaced by embeddings; set at admission."""
 
     @property
     def images(self) -> ImageInputs | None:
@@ -393,7 +393,7 @@ REQUEST = Codec(DynamicInferenceRequest.serialize, _decode_request)
 
 
 def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) -> DynamicInferenceRequest:
-    """Return a copy of the request with these images; None: return the request itself."""
+    """Return a copy of the request with `images`, or the request itself if `images` is None."""
     if images is None:
         return request
     tensors = dict(images.tensors)

@@ -1,7 +1,7 @@
 """Run-length encoded policy versions of token positions.
 
-Always true: positions 0 … len-1 are covered once each, in order; adjacent runs differ in version; no run is empty. A weight
-update therefore adds one run per request, whatever the request's length.
+A run is a version and the number of consecutive positions that have it. Runs cover positions 0 … len-1 in order. No run is
+empty, and adjacent runs differ in version. A weight update adds at most one run per request, whatever the request's length.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from rollout.errors import SerializationError
 
 MAX_VERSION = 2**31 - 1
-"""The highest policy version: staleness is stored as int32."""
+"""The highest policy version. It is limited because staleness, a difference of versions, is stored as int32."""
 
 
 class VersionSpans:
-    """The policy version of each position, as consecutive (version, count) runs from position 0 on; versions may fall.
+    """The policy version of each position, as consecutive (version, count) runs. Versions may decrease from run to run.
 
     `version_at` costs O(log runs), `extend` and `len` O(1), `dense` O(positions).
 
@@ -47,7 +47,7 @@ class VersionSpans:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The (version, count) of every run, in order."""
+        """The (version, count) pair of every run, in order."""
         starts = [0, *self._ends[:-1]]
         return tuple((v, end - start) for v, start, end in zip(self._versions, starts, self._ends, strict=False))
 
@@ -75,7 +75,7 @@ class VersionSpans:
             start = end
 
     def extend_to(self, length: int, version: int) -> None:
-        """Append positions with `version` up to a total of `length`; do nothing if there are already as many."""
+        """Append positions with `version` until there are `length` positions; do nothing if there are already that many."""
         self.extend(max(0, length - len(self)), version)
 
     def shift(self, count: int) -> None:
@@ -94,7 +94,7 @@ class VersionSpans:
         return self._versions[bisect_right(self._ends, position)]
 
     def window(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the (version, count) runs of positions `start` … `stop` - 1, without uncovered positions."""
+        """Return the (version, count) runs of positions `start` … `stop` - 1, without positions that are not covered."""
         runs = []
         at = max(0, start)
         for index in range(bisect_right(self._ends, at), len(self._ends)):
@@ -138,7 +138,7 @@ class VersionSpans:
 
     @classmethod
     def deserialize(cls, flat: Sequence[int]) -> VersionSpans:
-        """Decode the result of `serialize`; `SerializationError` unless it is integer pairs with counts of at least 1."""
+        """Decode the result of `serialize`; raise `SerializationError` for malformed values or counts below 1."""
         if not isinstance(flat, list | tuple) or any(type(number) is not int for number in flat):
             raise SerializationError(f"VersionSpans: {flat!r} must be a list of integers")
         if len(flat) % 2 or any(count < 1 for count in flat[1::2]):

@@ -79,7 +79,7 @@ class KeptTokens:
         return [ids.tolist() for ids in self]
 
     def wrong_for(self, tokens: list[int]) -> str | None:
-        """Return the reason why `tokens` cannot come from these sets; None: they can. Ids above the vocabulary pass."""
+        """Return the reason why `tokens` cannot have been drawn from these sets, or None. Ids have no upper bound here."""
         if len(self) != len(tokens):
             return f"{len(self)} sets for {len(tokens)} tokens: must be one each"
         if not len(self):
@@ -109,18 +109,18 @@ def packed_sets(sets: KeptTokens) -> list[bytes]:
 
 
 NO_SET = pack_kept(KeptTokens(np.zeros(0, np.int32), np.zeros(1, np.int32)))
-"""The packed set of a token whose request does not return sets."""
+"""The packed empty set, for a token whose request does not return sets."""
 
 
 def joined_sets(packed: list[bytes]) -> KeptTokens:
-    """Decode the sets of consecutive tokens from one packed value per token."""
+    """Decode the sets of consecutive tokens; the inverse of `packed_sets`."""
     counts = np.fromiter(map(len, packed), np.int64, len(packed)) // 4 - 1
     numbers = np.frombuffer(b"".join(packed), "<i4")
     return KeptTokens(np.delete(numbers, np.cumsum(counts + 1) - counts - 1).astype(np.int32), counts.astype(np.int32))
 
 
 def unpack_kept(packed: bytes) -> KeptTokens:
-    """Decode one or more concatenated results of `pack_kept`; `SerializationError` if malformed."""
+    """Decode one or more concatenated results of `pack_kept`; raise `SerializationError` if they are malformed."""
     if not isinstance(packed, bytes) or len(packed) % 4:
         refuse("kept_tokens", packed, "bytes of 4-byte integers")
     numbers = np.frombuffer(packed, "<i4")
@@ -150,7 +150,7 @@ def pack_top_n(rows: TopN) -> bytes:
 
 
 def unpack_top_n(packed: bytes) -> TopN:
-    """Decode one or more concatenated results of `pack_top_n`; `SerializationError` if malformed."""
+    """Decode one or more concatenated results of `pack_top_n`; raise `SerializationError` if they are malformed."""
     return [row for rows in unpack_joined("top_n", packed) for row in TOP_N.decode(rows)]
 
 
@@ -160,13 +160,13 @@ Routes = NDArray[np.integer[Any]]
 """The k experts that each router of a mixture of experts chose, uint8 or int16 [positions, layers, k].
 
 In a sequence of T tokens, row t belongs to the forward pass whose input was token t and from which token t+1 was sampled.
-The last sampled token has no row. Dropped KV is computed again, perhaps under other weights. The first token sampled after
-that comes with the routes of all positions, which replace the earlier routes.
+The last sampled token has no row, because it was never an input. Dropped KV is computed again, perhaps under other weights.
+The first token sampled afterwards comes with the routes of all positions, which replace the earlier routes.
 """
 
 
 def check_routes(name: str, routes: Any, positions: int) -> None:
-    """Raise `SerializationError` for routes that are not integers [positions, layers, k]."""
+    """Raise `SerializationError` unless `routes` are integers [positions, layers, k]; `name` begins the message."""
     if routes.ndim != 3 or routes.dtype.kind not in "iu" or len(routes) != positions:
         refuse(name, f"{routes.dtype} {list(routes.shape)}", f"integers [{positions}, layers, k]")
 
