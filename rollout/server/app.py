@@ -1,4 +1,4 @@
-"""Builds the ASGI application of one LLM: routes and OpenAPI description.
+"""The ASGI application of one LLM: its routes and its OpenAPI description.
 
 - /v1/chat/completions  /v1/completions  /v1/models    OpenAI's API, with additional fields
 - /inference/v1/generate  /tokenize                    token ids in and out, as in vLLM
@@ -62,7 +62,7 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
 
     Args:
         llm: the `LLM`, `AsyncLLM` or `JobLLM` to serve.
-        config: options of the server; None: the defaults.
+        config: options of the server. If None, the defaults are used.
 
     Raises:
         ConfigError: the chat template cannot be read.

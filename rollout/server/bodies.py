@@ -1,4 +1,4 @@
-"""Reads and parses request bodies, with limits on size and time. A large body is parsed in a thread, off the event loop."""
+"""The reading and parsing of request bodies, with limits on size and time. A large body is parsed off the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 32 * 1024
 
 
 def _described(schema: dict[str, Any]) -> None:
-    """Add to a JSON schema that fields may be null, and the descriptions of the options that `SamplingParams` also has."""
+    """Allow null for optional and unknown fields of a JSON schema, and add the descriptions from `SamplingParams`."""
     schema["additionalProperties"] = {"type": "null"}
     documented = documentation(SamplingParams)
     for name, option in schema.get("properties", {}).items():
@@ -59,7 +59,7 @@ async def body_of(serving: Serving, request: Request, model: type[Model], *, req
     """Read, parse and validate the body of a request. If it is not `required`, a missing body means all defaults.
 
     Raises:
-        ApiError: 400: the body does not fit `model`; 408: it arrived too slowly; 413: it exceeds `MAX_BODY_BYTES`.
+        ApiError: 400 if the body does not fit `model`, 408 if it arrives too slowly, 413 if it exceeds `MAX_BODY_BYTES`.
         ClientGoneError: the client disconnected.
     """
     text = await _read(serving, request)
@@ -103,7 +103,7 @@ def _parsed(model: type[Model], text: bytes) -> Model:
 
 
 async def off_the_loop(request: Request, size: int, work: Callable[[], T]) -> T:
-    """Run `work` and return its result; run it in a thread if the body is large, because it takes longer then.
+    """Run `work` and return its result. If the body is large, run it in a thread so that it does not block the event loop.
 
     Raises `ClientGoneError` if the client disconnects before the thread has finished.
 

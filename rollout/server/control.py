@@ -45,7 +45,7 @@ class UpdateWeightsRequest(Body):
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
     """Folder of safetensors on the server's machine, as written by `save_pretrained`."""
     version: int | None = Field(None, ge=0, le=MAX_VERSION)
-    """New policy version, at least the current one. Default: the current one plus 1."""
+    """Policy version of the new weights, at least the current version. Default: the current version plus 1."""
 
 
 class WeightVersionRequest(Body):
@@ -54,15 +54,15 @@ class WeightVersionRequest(Body):
     new_version: (
         Annotated[int, Field(ge=0, le=MAX_VERSION)] | Annotated[str, StringConstraints(pattern="^[0-9]{1,18}$")] | None
     ) = None
-    """New policy version, at least the current one. Default: the current one plus 1. Cached KV is dropped in both cases."""
+    """New policy version, at least the current version. Default: the current version plus 1. Cached KV is always dropped."""
 
 
 class AbortRequests(Body):
     """Body of `/abort_requests`."""
 
     request_ids: Annotated[list[Text], Field(max_length=4096)] | None = None
-    """Ids of the replies to abort: `request_id` in replies of `/inference/v1/generate`, `id` in other replies. Null or
-    empty: all requests over HTTP."""
+    """Ids of the replies to abort: `request_id` in replies of `/inference/v1/generate`, `id` in other replies. If null or
+    empty, all requests over HTTP are aborted."""
 
 
 class LoadAdapterRequest(Body):
@@ -71,12 +71,12 @@ class LoadAdapterRequest(Body):
     model_config = ConfigDict(extra="ignore")
 
     lora_name: Text
-    """Name of the adapter, which requests give as their `model`; without white space and '='."""
+    """Name of the adapter, which requests give as their `model`. It must not contain white space or '='."""
     lora_path: Annotated[str, Field(min_length=1, max_length=3072)]
     """Folder on the server's machine, as written by PEFT's `save_pretrained`."""
     load_inplace: bool = False
-    """true: replace a loaded adapter of that name; its requests continue with the new adapter under the next policy version.
-    false: a loaded adapter of that name is an error."""
+    """Whether to replace a loaded adapter of the same name. Its requests then continue with the new adapter, under the next
+    policy version. If false, a loaded adapter of the same name is an error."""
 
 
 class UnloadAdapterRequest(Body):
@@ -110,7 +110,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/resume")
     async def resume() -> Reply:
-        """Resume every engine, even if it sleeps."""
+        """Resume every engine that is paused or asleep."""
         return await control.go_on()
 
     @router.get("/is_paused")
@@ -208,14 +208,14 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
 
 class Control:
-    """The control calls of one server. Each call reaches the engines of all ranks, and returns once it has completed."""
+    """The control calls of one server. Each call acts on the engines of all ranks, and returns once it has completed."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._llm = serving.llm
 
     def now(self, **done: int) -> Reply:
-        """Return the reply of a call that has completed: the engine's state and policy version, and the counts in `done`."""
+        """Return the reply of a completed call: the engine's state and policy version, and the counts in `done`."""
         told = {"state": str(self._llm.state), "policy_version": self._llm.policy_version}
         return told | {"aborted": 0, "flushed_blocks": 0} | done
 

@@ -39,7 +39,7 @@ from rollout.errors import (
 CLIENT_GONE = 499
 """The status under which metrics count a client that disconnected; it is never sent."""
 MAX_MESSAGE, MAX_PARAM = 3000, 160
-"""The maximum number of characters of a message and of a field's name. They are bounded because a client can choose both."""
+"""The maximum number of characters of a message and of a field's name. Both are limited because a client can choose them."""
 
 
 class ErrorDetail(BaseModel):
@@ -85,7 +85,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Return the HTTP response, encoded in ASCII: a message may quote a lone surrogate, which UTF-8 cannot encode."""
+        """Return the HTTP response as ASCII, because a message may quote a lone surrogate, which UTF-8 cannot encode."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
@@ -97,7 +97,7 @@ class ClientGoneError(ApiError):
 
 
 def _cut(text: str, most: int) -> str:
-    """Shorten a text to `most` characters by removing its middle, because a message gives the cure at its end."""
+    """Shorten a text to `most` characters by removing its middle. A message says at its end how to correct the request."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
@@ -140,7 +140,7 @@ STATUS_OF: dict[type[BaseException], tuple[int, str | None, dict[str, str]]] = {
     RankLostError: (503, "rank_lost", _LATER),
     DeadlineError: (504, "timeout", _FINAL),
 }
-"""Exception class → (status, code, headers) of the reply. The first class in the exception's MRO with an entry applies."""
+"""The (status, code, headers) of the reply for each exception class. The first class in the MRO with an entry applies."""
 
 _INTERNAL = "the server failed at this request; its log says why"
 
@@ -153,7 +153,7 @@ _HTTP_NAMES = {
     "return_kept_tokens": "return_sampling_mask",
     "adapter": "model",
 }
-"""Field of a Python class → the corresponding field of a request body, if the name differs."""
+"""The name in a request body of each field of a Python class, if the two names differ."""
 
 
 def describe(exc: BaseException) -> ApiError:
@@ -198,12 +198,12 @@ _SHORT.maxstring = _SHORT.maxother = 60
 def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str | None]:
     """Return (message, field) for the first error; for a union, the message lists what each alternative requires.
 
-    An unknown field is reported before a missing field, because it is probably the missing field misspelt. A query
-    parameter is called `query.mode`, as in vLLM.
+    An unknown field is reported before a missing field, because it is probably the missing field misspelt. The query
+    parameter `mode` is reported as `query.mode`, as in vLLM.
 
     Args:
         errors: validation errors, as `RequestValidationError.errors()` returns them.
-        known: names of the body's fields; the message suggests the name most similar to an unknown one.
+        known: names of the body's fields. The message suggests the name that is most similar to an unknown one.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
@@ -211,7 +211,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
     if field is None:
         return f"the body must be a JSON object: {_reason(first)}", None
     if first["type"] == "extra_forbidden":
-        # Suggest similar names only for the body's own fields: `known` lacks the fields of objects inside the body.
+        # Suggest similar names only for top-level fields, because `known` lacks the fields of objects inside the body.
         near = known if len(first["loc"]) == 2 else ()
         return f"{field}: there is no such field here; {did_you_mean(field, near, 'see /docs for the fields')}", field
     if first["type"] == "missing":

@@ -1,4 +1,4 @@
-"""ASGI middleware: error boundary and authentication. No byte of a body is read before the API key has been checked."""
+"""ASGI middleware for error replies and authentication. The API key is checked before any byte of a body is read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Boundary:
         except ClientGoneError as exc:
             status = exc.status
         except asyncio.CancelledError:
-            # Reply 503 if no reply has begun: the server shut down while the request's body was arriving.
+            # If no reply has begun, the server shut down while the request's body was arriving. Reply with 503.
             if not status:
                 await shutting_down().response()(scope, receive, watched)
         except Exception as exc:
@@ -83,10 +83,10 @@ class Boundary:
 
 
 class Auth:
-    """A check of the API key. If no key is configured, it rejects requests that a browser sends for another site's page.
+    """A check of the API key. If no key is configured, it rejects requests that another site's page makes a browser send.
 
-    Such a page could reach a server on loopback with a request that needs no CORS preflight, or with a host name that
-    resolves to this machine.
+    Such a page could otherwise reach a server on loopback, either with a request that needs no CORS preflight or through a
+    host name that resolves to this machine.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:

@@ -1,6 +1,4 @@
-"""Metrics in Prometheus' text format. Every server has its own registry, so its metrics do not collide with those of other
-servers or of a trainer.
-"""
+"""Metrics in Prometheus' text format. Every server has its own registry, so that metric names cannot collide."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class EngineNumbers(Collector):
         self._llm = llm
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # Without this method, registration would query the engine.
+        return ()  # Without this method, a registry with `auto_describe` would call `collect`, which queries the engine.
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -73,10 +71,10 @@ class RequestMetrics:
         return Histogram(f"rollout_{name}", text, labels, registry=self._registry, buckets=buckets)
 
     def replied(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count a reply that was sent, or whose client disconnected before.
+        """Count a reply, and record its duration. A reply counts even if its client disconnected.
 
         Args:
-            endpoint: path of the route. The request's path would make the number of label values unbounded.
+            endpoint: path of the route. With the path of the request, the number of label values would be unbounded.
             status: HTTP status of the reply; 499 if the client disconnected.
             seconds: seconds since the request's headers were complete.
         """

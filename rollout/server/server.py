@@ -1,7 +1,7 @@
-"""Server lifecycle: uvicorn as a coroutine on the LLM's event loop.
+"""The lifecycle of an HTTP server, which runs uvicorn as a coroutine on the LLM's event loop.
 
 The server accepts connections once `start` has returned. The process's signal handlers are replaced only during `wait`. When
-the server stops, running requests get a grace period and are then aborted; every connection, task and socket is closed.
+the server stops, running requests get a grace period and are then aborted. Every connection, task and socket is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.threads import forks
 
 START_TIMEOUT_S = 30.0
 ABORT_TIMEOUT_S = 5.0
-"""Seconds within which the error replies of aborted requests must be sent; then their connections are closed."""
+"""Seconds that aborted requests have to send their error replies. After that, their connections are closed."""
 KEEP_ALIVE_S = 30
 """Seconds that a connection may be idle between two requests."""
 
@@ -36,7 +36,7 @@ class Server:
 
     Args:
         llm: the `LLM`, `AsyncLLM` or `JobLLM` to serve.
-        config: address, key and limits; None: the defaults.
+        config: address, key and limits. If None, the defaults are used.
 
     Raises:
         ConfigError: the chat template cannot be read.
@@ -54,7 +54,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The server's URL on this machine, such as `http://127.0.0.1:8000`; raises `RuntimeError` before `start`."""
+        """The server's URL on this machine, such as `http://127.0.0.1:8000`. Raises `RuntimeError` before `start`."""
         if self._url is None:
             raise RuntimeError("this server has no address yet: call server.start() first")
         return self._url
@@ -101,7 +101,7 @@ class Server:
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
                 )
             except RuntimeError:
-                # Ignore the error if the task has finished: closing the loop cancels all tasks of the server.
+                # If the server's task has finished, ignore the error: closing the LLM's loop cancels the call above too.
                 if not self._life.done():
                     raise
 
@@ -118,7 +118,7 @@ class Server:
         await asyncio.wrap_future(life)
 
     def wait(self, announce: Callable[[], object] = lambda: None) -> None:
-        """Wait until the server has stopped; in the main thread, Ctrl-C or SIGTERM stops the server as `close` does.
+        """Wait until the server has stopped. In the main thread, Ctrl-C or SIGTERM stops the server as `close` does.
 
         Args:
             announce: a function that is called as soon as a signal can stop the server. A second signal raises

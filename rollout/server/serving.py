@@ -1,4 +1,4 @@
-"""State that all endpoints share: model name, limits and abortable replies. It does not depend on torch or schemas."""
+"""The state that all endpoints share: model name, limits and abortable replies. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Serving:
     conversation: Conversation | None
     """The renderer of chat messages to token ids; None if the model has no tokenizer."""
     texts: Any
-    """The `TokenTexts` of the model's tokenizer."""
+    """The `TokenTexts` for the model's tokenizer, from which log-probs take the tokens' texts."""
     created: int = field(default_factory=lambda: int(time.time()))
     """The time at which the server was built, in seconds since 1970."""
     stopping: bool = False
@@ -54,7 +54,7 @@ class Serving:
     samples: int = 0
     """The number of open samples, including samples whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The replies that are being computed: reply id, as the client has it → ids of the reply's requests in the LLM."""
+    """The ids of the LLM requests behind each reply that is being computed, by the reply's id."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,15 +81,15 @@ class Serving:
             samples: number of samples of the request: its number of prompts times n.
 
         Raises:
-            ApiError: 503: the server is shutting down; 400: `samples` exceeds `ServerConfig.max_open_requests`.
+            ApiError: 503 if the server is shutting down, 400 if `samples` exceeds `ServerConfig.max_open_requests`.
             EngineStateError: the engines were paused in mode `abort` or `wait`.
             QueueFullError: with `samples` more, the open samples would exceed `ServerConfig.max_open_requests`.
         """
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
-        # Admit requests again if the engines run and no pause is in progress: the owning program has then resumed the
-        # engines.
+        # Admit requests again if the engines are running and no pause is in progress: then the program that owns the
+        # engines has resumed them.
         self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
         if self.shut:
             raise EngineStateError(
@@ -130,7 +130,7 @@ class Serving:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Keep rejecting new requests inside the block, in which a pause is in progress and the engines may still run."""
+        """Mark a pause as in progress inside the block: `admit` then keeps rejecting although the engines still run."""
         self._closing += 1
         try:
             yield
@@ -138,7 +138,7 @@ class Serving:
             self._closing -= 1
 
     async def drained(self, timeout_s: float | None) -> None:
-        """Wait until no request is open, new requests are admitted again, or `timeout_s` has passed (None: no limit)."""
+        """Wait until no request is open, new requests are admitted again, or `timeout_s` has passed (None for no limit)."""
         if self.samples:
             self._drained.clear()
             with suppress(TimeoutError):
@@ -172,7 +172,7 @@ class Serving:
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Return whether a control call aborted an unfinished reply, whose stream then ends with the tokens so far."""
+        """Return whether a control call aborted this unfinished reply. Its stream then finishes with the tokens so far."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
@@ -204,7 +204,7 @@ async def or_disconnected(request: Request, awaitable: Awaitable[T]) -> T:
     """Return the result of `awaitable`; cancel it and raise `ClientGoneError` if the client disconnects first.
 
     Args:
-        request: a request whose body has been read.
+        request: a request whose body has been read, so that only a disconnect can follow.
     """
     work = asyncio.ensure_future(awaitable)
     gone = asyncio.ensure_future(_disconnected(request))

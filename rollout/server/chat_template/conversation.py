@@ -1,8 +1,8 @@
-"""Renders a conversation to prompt token ids through the tokenizer's chat template.
+"""The rendering of a conversation to prompt token ids through the tokenizer's chat template.
 
 A client may send back the token ids of earlier replies. They are reused as a prefix of the prompt, up to the last reply
-whose digests match (`earlier_ids`); the text after that reply is tokenised. Ambiguous cases raise an error. Thread-safe: the
-tokenizer is a copy, whose settings a trainer cannot change.
+whose digests match (`earlier_ids`). Only the text after that reply is tokenised. Contradictory options raise an error.
+Rendering is thread-safe, because it uses a copy of the tokenizer, whose settings a trainer cannot change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RenderedPrompt:
     reused: int = 0
     """The number of leading tokens reused from an earlier reply's ids."""
     retokenized: str | None = None
-    """The reason why the ids sent back with the last reply were not reused; None if they were, or no ids were sent."""
+    """The reason why the ids sent back with the last reply were not reused. None if they were, or if no ids were sent."""
 
 
 class Conversation:
@@ -57,12 +57,12 @@ class Conversation:
 
     Args:
         tokenizer: a Hugging Face tokenizer, which is copied.
-        chat_template: a Jinja template to use instead of the tokenizer's; None: the tokenizer's.
+        chat_template: a Jinja template to use instead of the tokenizer's. If None, the tokenizer's is used.
         vocab_size: exclusive upper bound of token ids in earlier replies: the model's vocabulary size, which may exceed
-            the tokenizer's. None: the tokenizer's vocabulary size.
-        end_token_ids: the model's end-of-sequence ids; the tokenizer's id is always added.
-        room: returns the current maximum length of a prompt, in tokens. None: unlimited.
-        process: returns the token ids of a rendered conversation with its images. None: images raise an error.
+            the tokenizer's. If None, the tokenizer's vocabulary size.
+        end_token_ids: the model's end-of-sequence ids. The tokenizer's id is always added.
+        room: function that returns the current maximum length of a prompt, in tokens. If None, there is no maximum.
+        process: function that returns the token ids of a rendered conversation with images. If None, images raise an error.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class Conversation:
     def constraint_on(
         self, prompt: RenderedPrompt, schema: Any, tools: Tools | None, forced: Tools
     ) -> StructuredOutput | None:
-        """Return the constraint on the reply to a prompt; None: any text.
+        """Return the constraint on the reply to a prompt, or None if every text is allowed.
 
         Args:
-            schema: JSON schema from `response_format`; None: any text.
+            schema: JSON schema from `response_format`, or None if the content is free text.
             tools: the offered tools.
-            forced: the tools of which the reply must call one; empty: no call is forced.
+            forced: the tools of which the reply must call one. If empty, no call is forced.
         """
         template = self._template(tools)
         known = format_of(template)

@@ -1,8 +1,8 @@
-"""Reuses token ids of earlier replies, and joins them to the ids of the text that the template writes after them.
+"""Reuse of the token ids of earlier replies, which are joined to the ids of the text that the template writes after them.
 
 A client sends two digests with a reply's ids, and the ids are reused only if both match. One is a digest of the prompt text
-before the reply (messages, tools and template variables), the other of the reply's content and tool calls. To find the text
-after a reply, the conversation is rendered with a unique random mark in the reply's place.
+before the reply (messages, tools and template variables). The other is a digest of the reply's content and tool calls. To
+find the text after a reply, the conversation is rendered with a unique random mark in the reply's place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TRIED = 16
 """The maximum number of earlier replies to try, latest first. It is bounded because each try renders the conversation."""
 
 END_TOKENS = 32
-"""The maximum number of end-of-turn tokens that a reply may already contain."""
+"""The maximum number of end-of-turn tokens that a reply may already have at its end."""
 
 _NO_DIGEST = "it came back without the digests that its reply had"
 _OTHER_PROMPT = (
@@ -76,7 +76,7 @@ class EarlierReply:
 def latest_reply(
     messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Write, vocab_size: int
 ) -> tuple[EarlierReply | None, str | None]:
-    """Return the latest reply whose digests match, or None; and the reason why the last reply's ids are not used, or None.
+    """Return the latest reply whose digests match and the reason why the last reply's ids are not used. Either may be None.
 
     Args:
         messages: the conversation; assistant messages may have `rollout`, an object with `prompt_token_ids` and
@@ -147,8 +147,8 @@ def text_behind_reply(messages: list[Message], index: int, write: Write, special
 
     A mark replaces the reply's content, or the arguments of its last tool call. The call itself stays, because a template
     may require a tool message after a call, or render different text after a call. The text that closes a call belongs to
-    the reply, so the first special token (one of `special_texts`) after the mark ends the reply. Returns None if the text
-    cannot be determined.
+    the reply. The reply's end is therefore the first special token (one of `special_texts`) after the mark. Returns None if
+    the text cannot be determined.
     """
     mark, reply = _mark(), messages[index]
     if "tool_calls" not in reply:
@@ -173,10 +173,10 @@ def text_behind_reply(messages: list[Message], index: int, write: Write, special
 
 
 def tokens_to_append(reply: Sequence[int], behind: list[int], end_token_ids: Collection[int]) -> list[int]:
-    """Return the part of `behind` to append to the ids of a reply, without the end of turn that the reply already has.
+    """Return the part of `behind` to append to the ids of a reply, without end-of-turn tokens that the reply already has.
 
-    A reply has its end of turn unless it reached its maximum length. The token with which the model ends a turn (one of
-    `end_token_ids`) may differ from the template's.
+    A reply has its end-of-turn token unless it reached its maximum length. The model may use another token of
+    `end_token_ids` than the template.
 
     Args:
         reply: token ids of the reply.

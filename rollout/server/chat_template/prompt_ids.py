@@ -1,4 +1,4 @@
-"""Tokenises prompts with work bounded by the maximum prompt length. Thread-safe."""
+"""A tokenizer of prompts that rejects a text that is too long before it is tokenised. Thread-safe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class PromptTokenizer:
     """A tokenizer of prompts that checks their length.
 
     Args:
-        tokenizer: a private copy of the Hugging Face tokenizer, because a trainer may change padding and truncation of its
-            own.
-        room: returns the current maximum length of a prompt, in tokens.
+        tokenizer: a private copy of a Hugging Face tokenizer. A trainer may change the original's padding and truncation.
+        room: function that returns the current maximum length of a prompt, in tokens.
         special: whether to add the tokenizer's special tokens around a text.
     """
 

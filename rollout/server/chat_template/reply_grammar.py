@@ -1,9 +1,9 @@
-"""Builds the constraint on a chat reply from `response_format`, strict tools and a forced tool call.
+"""The constraint on a chat reply, built from `response_format`, strict tools and a forced tool call.
 
-- JSON reply: it may begin with reasoning. If there are tools, the reply may consist of calls instead.
-- Forced call: one complete call of an offered function, in every tool-call format.
-- Free call (the model chooses to call a tool): constrained only in the Hermes format, which writes a call as JSON between
-  two tags. In other formats `strict` has no effect on free calls.
+- A JSON reply may begin with reasoning. If there are tools, the reply may consist of calls instead.
+- A forced call is one complete call of an offered function. It is supported in every tool-call format.
+- A free call (the model chooses to call a tool) is constrained only in the Hermes format, which writes a call as JSON
+  between two tags. In other formats `strict` has no effect on free calls.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ def reply_constraint(
     *,
     reasoning: Literal["open", "possible"] | None = None,
 ) -> StructuredOutput | None:
-    """Return the constraint on a reply; None: any text.
+    """Return the constraint on a reply, or None if every text is allowed.
 
     Args:
-        schema: JSON schema of the reply's content; None: any text.
-        tools: functions that the reply may call; None: the reply has no calls.
-        tool_format: the chat template's tool-call format; None: the format is unknown.
-        reasoning: "open": the prompt ends inside a reasoning block; "possible": the reply may begin with one; None:
-            neither.
+        schema: JSON schema of the reply's content, or None if the content is free text.
+        tools: functions that the reply may call, or None if it cannot have calls.
+        tool_format: the chat template's tool-call format, or None if it is unknown.
+        reasoning: "open" if the prompt ends inside a reasoning block, "possible" if the reply may begin with one, else None.
 
     Raises:
         InvalidRequestError: schema and tools cannot be combined in this format, or the schemas are too large.
@@ -58,8 +57,8 @@ def reply_constraint(
     if tools:
         rules += _rules_of_calls(tools)
     if schema is None:
-        # Apply the rules to the whole reply: this format does not separate reasoning from text, so a call inside
-        # reasoning must match too.
+        # Apply the rules to the whole reply: this grammar does not separate reasoning from text, so a call inside
+        # reasoning must match them too.
         rules += ["opening[lazy]: TEXT " + json.dumps(HERMES.marker), _TEXT]
         return _grammar(["start: (opening body)* TEXT", *rules])
     begin = _reasoning(reasoning, rules)
@@ -101,7 +100,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        # Move definitions to the root of the call: references start from there, but `arguments` is nested in the call.
+        # Move definitions to the root of the call's schema, because references are resolved from the root.
         call |= {word: arguments[word] for word in ("$defs", "definitions") if word in arguments}
         rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))

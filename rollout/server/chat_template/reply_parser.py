@@ -1,4 +1,4 @@
-"""Splits a reply into reasoning, content and tool calls, incrementally or whole.
+"""A parser that splits a reply into reasoning, content and tool calls, incrementally or whole.
 
 - The result does not depend on how the text is cut into pieces.
 - Text that only resembles a call (invalid JSON, no name) is returned completely as content.
@@ -36,8 +36,8 @@ class ReplyReader:
     """A reader that splits the text of one reply, whole or piece by piece.
 
     Args:
-        reasoning: splits off the reasoning; None: the reasoning is part of the content.
-        calls: splits off the tool calls; None: the calls are part of the content.
+        reasoning: parser that splits off the reasoning. If None, reasoning stays in the content.
+        calls: parser that splits off the tool calls. If None, calls stay in the content.
 
     Attributes:
         called: whether the text so far has called a function.
@@ -55,7 +55,7 @@ class ReplyReader:
             ended: whether this is the last piece.
 
         Returns:
-            (reasoning, content, calls); the calls have the format that OpenAI's API uses in streams.
+            (reasoning, content, calls). The calls have the format that OpenAI's API uses in streams.
         """
         thought, found = "", list[dict[str, Any]]()
         if self._reasoning is not None:
@@ -71,10 +71,10 @@ class ReplyReader:
 
 
 class ReasoningParser:
-    """A parser that splits one reply. White space around the tags is dropped; a tag inside the content is content.
+    """A parser that splits one reply into reasoning and content. White space around the tags is dropped.
 
     Args:
-        opened: whether the prompt ends with the opening tag. If not, the reply has reasoning only if it begins with the tag.
+        opened: whether the prompt ends with the opening tag. If not, only a reply that begins with the tag has reasoning.
     """
 
     def __init__(self, opened: bool) -> None:
@@ -119,7 +119,7 @@ class ReasoningParser:
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:
-    """Return a function that builds a parser for one sample; None if there are no tools or the format is unknown."""
+    """Return a function that builds a parser for one sample, or None if there are no tools or the format is unknown."""
     known = format_of(template)
     if known is None or not tools:
         return None
@@ -140,8 +140,8 @@ class ToolCallParser:
 
     Args:
         tool_format: the chat template's tool-call format.
-        tools: parameter schemas of the offered functions. Text without a marker is a call only if it names one of these
-            functions; otherwise it is an answer that happens to be JSON.
+        tools: parameter schemas of the offered functions. JSON without a marker is a call only if it names one of these
+            functions. Otherwise it is content.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Schemas) -> None:
@@ -213,7 +213,7 @@ class ToolCallParser:
         return True
 
     def _end_block(self, end: int, behind: int) -> None:
-        """Emit the calls of a block; if it has none, its text is content.
+        """Emit the calls of a block, or its text as content if it has no calls.
 
         Args:
             end: index in the buffer at which the calls end.

@@ -1,4 +1,4 @@
-"""The tool-call formats of chat-template families: a table, the detection of a template's format, and parsing of calls."""
+"""The tool-call formats of chat-template families: their table, the detection of a template's format, and call parsing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Function name → parameter name → JSON schema of the parameter."""
+"""The JSON schema of every parameter, by function name and parameter name."""
 Call = tuple[str, str]
 """A tool call: (function name, arguments as JSON text)."""
 
@@ -26,10 +26,10 @@ class ToolFormat:
     marker: str
     """The text that introduces a tool call."""
     bare: str = ""
-    """The text that begins a call without a marker at the start of a reply; "" if a call always has its marker. A marker
-    that is a special token does not appear in the reply's text."""
+    """The first text of a call whose marker is missing at the start of a reply. A marker that is a special token does not
+    appear in the reply's text. If "", a call always has its marker."""
     closing: str = ""
-    """The text after a block of calls; a reply may lack it at its end. "": the block extends to the end of the reply."""
+    """The text after a block of calls, which a reply may lack at its end. If "", the block extends to the reply's end."""
     closed: bool = False
     """Whether a block counts only with its closing text, because a truncated block would otherwise look complete."""
     named: str
@@ -39,13 +39,13 @@ class ToolFormat:
     one_call_ends_at: str = ""
     """The stop string that ends a reply after its first call and occurs nowhere else; "" if there is none."""
     call: str | None = None
-    """The regular expression of a call between `marker` and `closing`; its groups are the function's name and the
-    parameters. None: calls are JSON objects."""
+    """The regular expression of a call between `marker` and `closing`. Its groups are the function's name and the
+    parameters. If None, calls are JSON objects."""
     parameter: tuple[str, str] | None = None
-    """The texts before and after a parameter's value, with KEY for the parameter's name. None: the arguments are a JSON
+    """The texts before and after a parameter's value, with KEY for the parameter's name. If None, the arguments are a JSON
     object."""
     value: str = ""
-    """The regular expression of one parameter of a call; its groups are the parameter's name and value."""
+    """The regular expression of one parameter of a call. Its groups are the parameter's name and value."""
 
     def opening(self, function: str) -> str:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)

@@ -1,6 +1,6 @@
-"""Endpoints `POST /v1/chat/completions` and `/v1/chat/completions/tokens`.
+"""The endpoints `POST /v1/chat/completions` and `/v1/chat/completions/tokens`.
 
-The concatenated chunks of a stream equal the whole reply. A token id comes in the chunk that contains its text, or earlier.
+The concatenated chunks of a stream equal the whole reply. A token's id is sent with its text or in an earlier chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout.server.serving import Serving
 
 
 def add_chat_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the routes of chat completions."""
+    """Register `/v1/chat/completions` and `/v1/chat/completions/tokens`."""
 
     def add(path: str, model: type[ChatRequest]) -> None:
         @app.post(
@@ -79,7 +79,7 @@ def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
 
 
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
-    """Return the request's stop strings. Without parallel calls, add the stop string after the first call."""
+    """Return the request's stop strings. Without parallel calls, add the string that ends the first call."""
     asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if body.parallel_tool_calls:
         return asked
@@ -88,7 +88,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """The choices of one chat. `texts`: text of tokens in log-probs. `reader`: factory of readers of a sample's text."""
+    """The choices of one chat. `texts` has the texts of tokens in log-probs; `reader` creates a reader for each sample."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class ChatChoices:
     # --- as a stream ------------------------------------------------------------------------------------------------
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the chunk of the prompt before the first delta, then the added content, then the end of the sample."""
+        """Yield up to three chunks: one for the prompt before the first delta, one for new content, and one at the end."""
         if index not in self._readers:
             opening: dict[str, Any] = {"role": "assistant", "content": ""}
             if self._body.return_rollout:
@@ -189,6 +189,6 @@ def _piece(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = 
 
 
 def _finish_reason(delta: TextDelta, reader: ReplyReader) -> str | None:
-    """Return OpenAI's finish reason; `tool_calls` for a reply that stopped by itself and contains calls."""
+    """Return OpenAI's finish reason, which is `tool_calls` for a reply that stopped by itself and contains calls."""
     reason = finish_reason(delta)
     return "tool_calls" if reason == "stop" and reader.called else reason

@@ -1,7 +1,7 @@
-"""Request schema of chat completions: messages, tools, and options.
+"""The request schema of chat completions: messages, tools, and options.
 
-Validated as `schema` says, but assistant messages are accepted as clients send them back: unknown fields (`annotations`,
-`provider_specific_fields`) are dropped.
+Validation works as in `schema`, except that unknown fields of assistant messages (`annotations`, `provider_specific_fields`)
+are dropped. Clients can thus send back the messages of replies unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _kind_of_choice(value: Any) -> str:
 
 
 MAX_MESSAGES = 8192
-"""Maximum number of messages in a conversation."""
+"""The maximum number of messages in a conversation."""
 
 
 class TextPart(Body):
@@ -48,9 +48,9 @@ class TextPart(Body):
 
 class ImageUrl(Body):
     url: str
-    """`data:image/…;base64,…`. Nothing is fetched."""
+    """Image as a data URL, `data:image/…;base64,…`. Other URLs are rejected, because the server fetches nothing."""
     detail: Literal["auto"] | None = None
-    """The model's image processor decides on the resolution."""
+    """Only `auto` is accepted, because the model's image processor chooses the resolution."""
 
 
 class ImagePart(Body):
@@ -65,7 +65,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """Arguments of the call, a JSON object as text."""
 
 
 class ToolCall(Body):
@@ -80,16 +80,16 @@ class ToolCall(Body):
 
 
 class RolloutIds(BaseModel):
-    """`rollout` of an earlier reply: token ids from which the conversation is continued. Other fields are ignored."""
+    """The `rollout` object of an earlier reply, whose token ids the next prompt reuses. Other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     prompt_token_ids: TokenIds
-    """Token ids of the prompt before the message."""
+    """Token ids of the prompt that the reply answered."""
     token_ids: TokenIds
-    """Token ids that the model generated."""
+    """Token ids of the reply."""
     prompt_digest: str | None = Field(None, max_length=256)
-    """Unchanged from the reply. Ids without both digests are not used."""
+    """Digest from the reply, unchanged. Token ids without both digests are not reused."""
     content_digest: str | None = Field(None, max_length=256)
 
 
@@ -103,7 +103,7 @@ class Message(Body):
     """One message of a conversation. Clients may return assistant messages exactly as replies contained them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """`developer` is passed as `system` to chat templates without that role."""
+    """Role of the message's author. A chat template without the role `developer` gets `system` instead."""
     content: (
         Annotated[
             Annotated[str, Tag("One")] | Annotated[list[ContentPart], Field(min_length=1), Tag("Many")],
@@ -115,23 +115,22 @@ class Message(Body):
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None
-    """Tool messages: id of the call that the message answers."""
+    """In a tool message, id of the call that the message answers."""
     tool_calls: list[ToolCall] | None = None
-    """Assistant messages: the tool calls of the reply."""
+    """In an assistant message, the tool calls of the reply."""
     reasoning_content: str | None = None
-    """Reasoning text, for chat templates that show it; also as `reasoning`."""
+    """Reasoning text, for chat templates that show it. The name `reasoning` is accepted too."""
     refusal: str | None = None
-    """Ignored."""
+    """Accepted, without effect."""
     rollout: RolloutIds | None = None
-    """In assistant messages, `rollout` of the reply, unchanged. The prompt reuses these token ids as far as the
-    conversation is unchanged; the new reply's `rollout.retokenized` gives the reason if not. Omit it to tokenise the text
-    again.
-    """
+    """In an assistant message, the `rollout` object of the reply, unchanged. The prompt reuses its token ids if the
+    conversation is unchanged up to and including the reply. If not, the new reply's `rollout.retokenized` gives the reason.
+    Without `rollout`, the text is tokenised again."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_clients_keep_it(cls, value: Any) -> Any:
-        """Drop unknown fields that client libraries add to assistant messages; read `rollout` where litellm puts it."""
+        """Drop unknown fields that client libraries add to assistant messages; accept `rollout` where litellm puts it."""
         if not isinstance(value, dict) or value.get("role") != "assistant":
             return value
         known = {name: field for name, field in value.items() if name in cls.model_fields}
@@ -162,7 +161,7 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
     """JSON schema of the arguments."""
     strict: bool = False
-    """true: arguments match `parameters`, if the call is forced or the chat template writes calls as Hermes does."""
+    """Whether arguments must match `parameters`. Enforced only for forced calls and for chat templates in Hermes' format."""
 
 
 class Tool(Body):
@@ -193,7 +192,7 @@ class TemplateFields(Body):
     add_generation_prompt: bool = True
     """Whether the chat template appends the start of an assistant message."""
     continue_final_message: bool = False
-    """true: the reply continues the last message."""
+    """Whether the reply continues the last message."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -219,11 +218,11 @@ class JsonSchema(Body):
 
     name: str | None = None
     description: str | None = None
-    """Accepted, without effect: the model does not see it."""
+    """Accepted, without effect. It is not shown to the model."""
     schema_: dict[str, JsonValue] = Field({"type": "object"}, alias="schema")
     """JSON schema of the reply."""
     strict: bool | None = None
-    """Accepted, without effect: a reply always fits the schema."""
+    """Accepted, without effect, because a reply always fits the schema."""
 
 
 class ResponseFormat(Body):
@@ -241,7 +240,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_of_content(self) -> Any:
-        """JSON schema of the content; None: any text."""
+        """The JSON schema of the content, or None if the content is free text."""
         if self.type == "text":
             return None
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -255,26 +254,26 @@ class ChatRequest(SamplingBody, TemplateFields):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """The conversation, oldest message first."""
     logprobs: bool = False
-    """Return the log-prob of every token."""
+    """Whether to return the log-prob of every token."""
     top_logprobs: int = Field(0, ge=0, le=20)
     """Number of most likely tokens to return per position. Requires logprobs=true."""
     max_completion_tokens: int | None = None
-    """Newer name of max_tokens, which it overrides."""
+    """Newer name of `max_tokens`. It takes precedence if both are set."""
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("Word")] | Annotated[NamedTool, Tag("Named")],
         Discriminator(_kind_of_choice),
     ] = "auto"
-    """`required`, or a function: the reply is a call, by a constraint on its text. `none`: tools are not rendered, and calls
-    stay text."""
+    """Whether the model may call a tool (`auto`), must call one (`required`, or the named function) or cannot (`none`). A
+    forced call is a constraint on sampling. With `none`, tools are not rendered, and calls in the text are not parsed."""
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
-    """Format of the content. Constrains sampling; a reply that `max_tokens` cuts off is incomplete. Needs the server's extra
-    `structured`."""
+    """Format of the content, as a constraint on sampling. JSON that `max_tokens` cuts off is incomplete. Every type except
+    `text` requires the package extra `structured`."""
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Variable of the chat template; `none` also sets `enable_thinking=false`."""
+    """Value of the chat template's variable of this name. `none` also sets `enable_thinking=false`."""
     parallel_tool_calls: bool = True
-    """false: a reply ends after its first call; an error if the chat template's call format has no end marker."""
-    # Fields of OpenAI without effect here.
+    """Whether a reply may have several calls. false is an error if the template's call format does not mark a call's end."""
+    # These fields of OpenAI's API are accepted, without effect.
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -314,12 +313,12 @@ class ChatRequest(SamplingBody, TemplateFields):
 
     @property
     def budget(self) -> int | None:
-        """Maximum number of tokens of a reply. None: the remaining sequence length."""
+        """The maximum number of tokens of a reply, or None for the remaining sequence length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def reply_schema(self) -> Any:
-        """JSON schema of the content; None: any text."""
+        """The JSON schema of the content, or None if the content is free text."""
         return self.response_format.schema_of_content
 
     @property
@@ -339,7 +338,7 @@ class ChatRequest(SamplingBody, TemplateFields):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of which the reply must call one; empty if the reply may be text."""
+        """The tools of which the reply must call one; empty if no call is forced."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.shown_tools if tool["function"]["name"] == self.tool_choice.function.name]
         return self.shown_tools if self.tool_choice == "required" else []
@@ -352,7 +351,7 @@ class ChatRequest(SamplingBody, TemplateFields):
 
 
 class ChatTokensRequest(ChatRequest):
-    """Body of `POST /v1/chat/completions/tokens`: a chat whose prompt is given as token ids."""
+    """Body of `POST /v1/chat/completions/tokens`, a chat whose prompt is given as token ids."""
 
     tokens: Annotated[TokenIds, Field(min_length=1)]
-    """Token ids of the prompt, used as they are. `messages` and `tools` determine how the reply is parsed."""
+    """Token ids of the prompt, used unchanged. `messages` and `tools` determine how the reply is parsed."""

@@ -1,4 +1,4 @@
-"""Endpoint `POST /v1/completions`.
+"""The endpoint `POST /v1/completions`.
 
 Choice c is sample c % n of prompt c // n. The concatenated chunks of a stream equal the whole reply.
 """
@@ -29,7 +29,7 @@ from rollout.server.serving import Serving
 
 
 def add_completion_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the route of completions."""
+    """Register `/v1/completions`."""
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
     reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
 
@@ -54,7 +54,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
 def _asked(serving: Serving, body: CompletionRequest, reader: PromptTokenizer | None) -> list[calls.Asked]:
     asked: list[calls.Asked] = []
     positions = 0
-    # Validation is expensive for large parameters, and most prompts share them.
+    # Validate once per value of `max_tokens`: validating large parameters is slow, and only `max_tokens` differs.
     checked: dict[int, SamplingParams] = {}
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompts: Sequence[str | list[int]] = body.prompts
@@ -135,7 +135,7 @@ class _Completions:
         return choice
 
     def _echo(self, prompt: int) -> str:
-        """Return the prompt text if `echo` is set, else "". A choice begins with it."""
+        """Return the text with which a choice begins: the prompt's text if `echo` is set, else ""."""
         if not self._body.echo:
             return ""
         given = self._body.prompts[prompt]

@@ -1,4 +1,4 @@
-"""Submits validated bodies to the LLM and collects replies, for all dialects.
+"""The submission of validated bodies to the LLM, and the collection of replies, for all dialects of the API.
 
 Either all prompts of a request are submitted or none. If a client disconnects before its reply, all of them are aborted.
 """
@@ -38,17 +38,17 @@ REPLY: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
-"""`responses` of the routes that generate."""
+"""The argument `responses` (for FastAPI) of the routes that generate."""
 
-# The engine's message for a constraint error begins with this.
+# This matches the beginning of the engine's message for a constraint error.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
 
-# This matches the field path that begins an error message, such as `messages[1].content`.
+# This matches the field path with which an error message may begin, such as `messages[1].content`.
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
 def admit(serving: Serving, request: Request, body: RequestFields, prompts: int) -> None:
-    """Admit a request. Raises as `Serving.adapter_of` and `Serving.admit`."""
+    """Check a request's `model` and admit its samples. Raises the errors of `Serving.adapter_of` and `Serving.admit`."""
     serving.adapter_of(body.model)
     serving.admit(request, prompts * body.samples)
 
@@ -64,9 +64,9 @@ def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) ->
 
 
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
-    """Return `asked` capped at the remaining sequence length, at least 1 unless 0 was asked for.
+    """Return `asked`, but at most the remaining sequence length (at least 1). If `asked` is None, return this maximum.
 
-    Raises `InvalidRequestError` if the prompt itself is too long: the engine would validate every token first.
+    Raises `InvalidRequestError` if the prompt is too long. The engine would only find this after validating every token.
     """
     longest = serving.llm.max_sequence_length
     if len(prompt) > longest:
@@ -79,17 +79,17 @@ def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> i
 
 
 def work_of(body: SamplingFields, size: int) -> int:
-    """Return the size for `off_the_loop`: compiling a constraint may take as long as parsing a large body."""
+    """Return the body size for `off_the_loop`. A request with a constraint counts as large, because compiling it is slow."""
     return max(size, LARGE) if body.constrained else size
 
 
 def listed(serving: Serving, options: SamplingFields, prompt_tokens: int) -> int | None:
-    """Return the number of most likely tokens per prompt position. Raises as `listed_per_position`."""
+    """Return the number of most likely tokens per prompt position. Raises the errors of `listed_per_position`."""
     return listed_per_position(options.prompt_logprobs, serving.llm.controller.layout.vocab_size, prompt_tokens)
 
 
 def params_of(serving: Serving, body: RequestFields, options: SamplingFields, **decided: Any) -> SamplingParams:
-    """Return the sampling parameters of a request, with a compiled constraint. `decided`: fields set by the endpoint.
+    """Return the sampling parameters of a request and compile its constraint. `decided` has fields set by the endpoint.
 
     Raises `ApiError` 400 if values contradict each other, `InvalidRequestError` if the constraint does not compile.
     """
@@ -106,7 +106,7 @@ def texts_for(serving: Serving, body: SamplingBody) -> TokenTexts:
 
 
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
-    """Return a 400 whose message begins with `where`. Its `param` is the field that begins the error, else the prompt."""
+    """Return a 400 whose message begins with `where`. Its `param` is the field with which `exc` begins, else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
         field = body.constraint_field
         return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)
@@ -119,16 +119,18 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 
 
 class Dialect(Protocol):
-    """The format of one route's choices. An object serves one reply and may have state per choice."""
+    """The format of one route's choices. An object serves one reply and may have state per choice.
+
+    In its methods, `index` is the index of the choice, and `version` is the current policy version."""
 
     def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        """Return the choice of a finished sample. `delta`: the whole sample as one piece."""
+        """Return the choice of a finished sample, whose `delta` contains the whole sample."""
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the chunks of a delta, each as (choice, fields next to it)."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        """Return the fields of the prompt next to the choices of a whole reply; null unless requested."""
+        """Return the prompt's fields that a whole reply has next to its choices. A field is null unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +142,19 @@ class Reply:
     dialect: Dialect
     asked: Sequence[Asked]
     name: str
-    """The id of the reply for an abort."""
+    """The id of the reply, by which a control call can abort it."""
     head: dict[str, Any]
-    """Fields common to the reply and its chunks."""
+    """The fields common to the whole reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)
-    """Fields of `head` that differ in a chunk."""
+    """The fields of `head` that have other values in a chunk."""
 
     async def answer(self, request: Request) -> Response:
         """Return the reply, or a stream of its chunks as server-sent events that ends with `[DONE]`.
 
         Raises:
             ClientGoneError: the client disconnected.
-            ApiError: 400, a prompt can never be served, or a stream has log-probs of the prompt; 500, a sample failed; 503,
-                a sample was restarted after a part of it had been sent.
+            ApiError: 400 if a prompt can never be served or a stream requests prompt log-probs; 500 if a sample failed; 503
+                if a sample was restarted after a part of it had been sent.
             RolloutError: the engine no longer accepts requests, or a group failed.
         """
         if self.body.stream:
@@ -167,7 +169,7 @@ class Reply:
         return Response(await self._encoded(groups), media_type="application/json")
 
     async def _encoded(self, groups: list[Group]) -> bytes:
-        """Encode a whole reply, a few choices per turn: thousands of choices must not block the event loop."""
+        """Encode a whole reply in short turns, because encoding thousands of choices at once would block the event loop."""
         version, turn = self.serving.llm.policy_version, Turn()
         choices: list[bytes] = []
         for prompt, group in enumerate(groups):
@@ -226,7 +228,7 @@ class Reply:
         return await self._counted(streams)
 
     async def _deltas(self, streams: Sequence[Any]) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """Yield (choice index, delta) until all streams have finished. After a control call's abort they end as `abort`."""
+        """Yield (choice index, delta) pairs. If a control call aborts the reply, its open choices finish as `abort`."""
         samples = self.body.samples
         begun: set[int] = set()
         ended: set[int] = set()
@@ -238,7 +240,7 @@ class Reply:
                             choice = prompt * samples + delta.sample_index
                             if delta.finish_reason is not None:
                                 if delta.finish_reason == FinishReason.ABORT:
-                                    continue  # The stream raises the cause.
+                                    continue  # The stream then raises the cause of the abort.
                                 refuse_failed(delta.finish_reason, delta.error, choice)
                                 ended.add(choice)
                             if delta.restarted and choice in begun:

@@ -1,4 +1,4 @@
-"""Log-probs in OpenAI's two formats, and of a prompt in vLLM's; text with special tokens.
+"""Log-probs in OpenAI's two formats, a prompt's log-probs in vLLM's format, and the texts of single tokens.
 
 Every generated token has one entry, even if it shows no text. The concatenated bytes of the tokens are the text's UTF-8,
 even if a character spans several tokens. A log-prob of minus infinity is written as -9999.
@@ -17,19 +17,19 @@ from rollout.server.errors import bad_request
 from rollout.server.openai.samples import prompt_columns
 
 MAX_LISTED = 1_000_000
-"""The maximum number of entries of the prompt log-probs of a request: about 60 MB of JSON."""
+"""The maximum number of entries in the prompt log-probs of a request. They are about 60 MB of JSON."""
 LOWEST = -9999.0
-"""Replaces minus infinity (a token removed by a filter), which JSON cannot represent."""
+"""The number that replaces minus infinity (a token removed by a filter), which JSON cannot represent."""
 
 
 class TokenTexts:
-    """The cached text and bytes of single tokens. Without a `tokenizer`, a token's text is `token_id:7` without bytes."""
+    """The cached text and bytes of single tokens. Without a tokenizer, token 7 has the text `token_id:7` and no bytes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known = None if tokenizer is None else TokenBytes(tokenizer)
         self.special = frozenset() if self._known is None else self._known.special
-        """Ids that `decode` omits."""
+        """The ids of special tokens, which `decode` omits."""
 
     def text_of(self, token: int) -> str:
         """Return the text of the token; an incomplete character becomes U+FFFD."""
@@ -45,7 +45,7 @@ class TokenTexts:
         return b"" if self._known is None else self._known.of(token)
 
     def shown(self, token: int, *, first: bool) -> bytes:
-        """Return the token's bytes in the text: empty if special; without a leading space that `decode` drops."""
+        """Return the bytes that the token adds to the text: none if it is special. The first may lose its leading space."""
         if self._known is None or token in self.special:
             return b""
         if first and not self._known.byte_level:
@@ -72,8 +72,8 @@ def chat_logprobs(
 
     Args:
         tokens: [T] token ids.
-        log_probs: [T]; None: the token has none (the first of a prompt).
-        top: [T] rows of the most likely tokens, best first; None if only the tokens' own log-probs were requested.
+        log_probs: [T] log-probs, with None for the first token of a prompt, which has no log-prob.
+        top: [T] rows of the most likely tokens, best first. None if only the tokens' own log-probs were requested.
     """
     rows: TopN = [[] for _ in tokens] if top is None else top
     return [
@@ -99,10 +99,10 @@ class CompletionLogprobs:
         self._begun = False
 
     def take(self, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopN | None) -> dict[str, list[Any]]:
-        """Return the columns of the next tokens; arguments as for `chat_logprobs`.
+        """Return the columns of the next tokens. See `chat_logprobs` for the arguments.
 
-        `text_offset` counts characters; a token that begins inside a character has that character's offset.
-        `top_logprobs` includes the token itself; it is null if the token has no log-prob.
+        `text_offset` counts characters. A token that begins inside a character has that character's offset.
+        `top_logprobs` includes the token itself. An entry is null if the token has no log-prob.
         """
         rows: TopN = [[] for _ in tokens] if top is None else top
         return {
@@ -140,9 +140,9 @@ def finite(log_prob: float | None) -> float | None:
 
 
 def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) -> int | None:
-    """Return the number of most likely tokens per position of all prompts; -1 requests all tokens.
+    """Return the number of most likely tokens to list per prompt position; None if `asked` is None. -1 means all tokens.
 
-    Raises `ApiError` 400 if there would be more than `MAX_LISTED` entries.
+    Raises `ApiError` 400 if there would be more than `MAX_LISTED` entries at all `prompt_tokens` positions together.
     """
     if asked is None:
         return None
@@ -159,7 +159,7 @@ def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) 
 def prompt_logprobs(
     texts: TokenTexts, sample: DynamicInferenceRequest, top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return log-probs in vLLM's shape: per prompt position, token id → log-prob, rank and text; None for the first.
+    """Return one dict per prompt position, as vLLM does: token id → log-prob, rank and text. The first position has None.
 
     If the prompt's token is not among the `top` most likely tokens, its rank is `top + 1`, the lowest possible rank.
     """

@@ -1,4 +1,4 @@
-"""Reply fields of a sample: ids, log-probs, versions, finish reason, usage.
+"""The reply fields of a sample: ids, log-probs, versions, finish reason, usage.
 
 A whole sample is converted to one `TextDelta`, so that replies and streams share their code. A failed sample is an error of
 its whole request, never a truncated reply.
@@ -17,19 +17,19 @@ from rollout.requests.token_columns import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
-# `stale`: cut off by `max_staleness` with the policy `partial`, like a length limit. `abort`: a control call aborted the
-# stream.
+# STALE means that `max_staleness` cut the sample off (policy `partial`), as a length limit would. ABORT means that a control
+# call aborted the stream.
 _FINISH_REASONS: dict[str | None, str | None] = {
     None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
     FinishReason.ABORT: "abort",
 }  # fmt: skip
 
 _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?")
-"""The beginning of the error of a sample whose request is invalid; it has the engine's own numbers."""
+"""The beginning of the error of a sample whose request is invalid. Replies omit it, because its ids are engine-internal."""
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """Merge queued deltas to one per sample, in order of first appearance. A restart discards earlier deltas."""
+    """Merge queued deltas to one per sample, in order of first appearance. A restarted sample loses its earlier deltas."""
     if len(deltas) == 1:
         return list(deltas)
     waiting: dict[int, list[TextDelta]] = {}
@@ -65,8 +65,8 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
     for each in pieces:
         known += len(each.token_ids)
         if each.routed_experts is not None:
-            # Rows end at the position before the last token. Position 0 here is the position before the first token of the
-            # pieces.
+            # Position i is the position from which token i of the pieces was sampled. The rows of a piece end with the
+            # position of its last token.
             parts.append((known - len(each.routed_experts), each.routed_experts))
     return overlaid(parts)[1] if parts else None
 
@@ -136,7 +136,7 @@ def ending(delta: TextDelta) -> dict[str, Any]:
 
 
 def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, Any]:
-    """Return OpenAI's `usage` of finished groups. A group's prompt counts once; its cached tokens are the first sample's."""
+    """Return OpenAI's `usage` of finished groups. A group's prompt counts once, with the first sample's cached tokens."""
     finished = list(groups)
     prompts = sum(len(group[0].prompt_tokens) for group in finished)
     generated = sum(request.generated_length for group in finished for request in group)

@@ -1,7 +1,7 @@
-"""Request schemas as pydantic models: sampling options and completions.
+"""The request schemas for sampling options and completions, as pydantic models.
 
-Null stands for the default; an unknown field must be null. Fields without effect here (`user`) are accepted. Values are not
-converted: a string is not a number, a bool is not an integer.
+Null means the default, and an unknown field must be null. Some fields (`user`) are accepted without effect. Values are not
+converted: a string is not a number, and a bool is not an integer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_N = 128
 MAX_PROMPTS = 2048
 """The maximum number of prompts per completion request."""
 MAX_STOPS = 64
-"""Maximum stop strings, and maximum stop token ids, per request."""
+"""The maximum number of stop strings, and of stop token ids, per request."""
 MAX_BIASES = 4096
 """The maximum number of entries of `logit_bias`."""
 COMPLETION_MAX_TOKENS = 16
-"""Default `max_tokens` of a completion; a chat's default is the remaining sequence length."""
+"""The default `max_tokens` of a completion. A chat's default is the remaining sequence length."""
 INT32 = 2**31 - 1
 
 
@@ -61,22 +61,22 @@ TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 class StreamOptions(Body):
     include_usage: bool = False
-    """Send the usage in an additional last chunk without choices."""
+    """Whether to send the usage in an additional last chunk without choices."""
     include_obfuscation: bool | None = None
-    """Accepted, without effect: there is no padding."""
+    """Accepted, without effect, because chunks are never padded."""
 
 
 class StructuredOutputs(Body):
-    """A constraint on a text: exactly one of the fields, as in vLLM."""
+    """A constraint on the generated text, as in vLLM. Exactly one field must be set."""
 
     json_: str | dict[str, JsonValue] | bool | None = Field(None, alias="json")
     regex: str | None = None
-    """A regular expression that the whole text matches."""
+    """A regular expression that the whole text must match."""
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_BIASES)] | None = None
     grammar: str | None = None
     """A context-free grammar in llguidance's dialect of Lark."""
     json_object: bool = False
-    """true: any JSON object."""
+    """Whether the text must be a JSON object, with any fields."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -87,7 +87,7 @@ class StructuredOutputs(Body):
 
     @property
     def constraint(self) -> StructuredOutput:
-        """The constraint of `SamplingParams`; raises `ConfigError` if a value is out of range."""
+        """The constraint as a field of `SamplingParams`. Raises `ConfigError` if a value is out of range."""
         if self.json_object:
             return StructuredOutput(json_schema={"type": "object"})
         if self.choice is not None:
@@ -99,12 +99,12 @@ class RequestFields(Body):
     """The fields of a request other than its prompt and sampling options."""
 
     prompt_field: ClassVar[str]
-    """Name of the field that holds the prompt."""
+    """The name of the field that contains the prompt."""
 
     model: str | None = None
-    """Name of the served model or of an adapter. Null: the served model."""
+    """Name of the served model or of an adapter. Null means the served model."""
     stream: bool = False
-    """Send the reply incrementally, as server-sent events."""
+    """Whether to send the reply incrementally, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
     """Options of a stream."""
     user: str | None = None
@@ -112,11 +112,11 @@ class RequestFields(Body):
     priority: int = Field(0, ge=-INT32, le=INT32)
     """Requests with a higher priority are scheduled first."""
     timeout_s: float | None = Field(None, gt=0, le=86400)
-    """Seconds after which the request fails with 408; capped at the server's `request_timeout_s`."""
+    """Seconds after which the request fails with 408, at most the server's `request_timeout_s`, which is the default."""
     return_rollout: bool = True
-    """Include token ids, log-probs and policy versions in the reply."""
+    """Whether to include token ids, log-probs and policy versions in the reply."""
     cache_salt: str | None = Field(None, max_length=1024)
-    """Cached KV is reused among requests of equal salt only."""
+    """Name of a group of requests that share cached KV. Requests with different salts never share it."""
 
     @property
     def samples(self) -> int:
@@ -128,7 +128,7 @@ class RequestFields(Body):
 
     @property
     def urgency(self) -> int:
-        """Priority within the engine; requests with a higher priority run first."""
+        """The priority within the engine. Requests with a higher priority run first."""
         return self.priority
 
 
@@ -139,36 +139,36 @@ class SamplingFields(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """Keep the k most likely tokens. 0 or -1: all."""
+    """Number of most likely tokens that sampling may choose from. 0 and -1 mean all tokens."""
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[TokenText, float], Field(max_length=MAX_BIASES)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    """Strings that end the sample. The text ends before the matched one."""
+    """Strings that stop the sample. The text is cut before the matched string, or after it if the string is included."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    """Maximum tokens of a sample, capped at the remaining sequence length, which is the default (of a completion: 16). 0:
-    process the prompt only."""
+    """Maximum number of tokens of a sample, capped at the remaining sequence length. The default is 16 for a completion,
+    otherwise the remaining sequence length. With 0, only the prompt is processed."""
     seed: int | None = None
-    """Equal seed, prompt, parameters and weights give equal samples. A negative seed is taken modulo 2**63."""
+    """Seed of the samples. Equal seed, prompt, parameters and weights give equal samples. Taken modulo 2**63."""
     prompt_logprobs: int | None = Field(None, ge=-1)
-    """Return log-probs of the prompt's tokens, and of this many most likely tokens per position. 0: only the prompt's own
-    tokens; -1: the whole vocabulary. At most 1,000,000 entries per request. Not with stream=true."""
+    """Return the log-prob of every prompt token, and of this many most likely tokens per position (0: no other tokens, -1:
+    the whole vocabulary). A request may cause at most 1,000,000 entries, and must not have stream=true."""
     logprobs_mode: str | None = None
     return_sampling_mask: bool = False
-    """Return the ids that each token was drawn from, as `sampling_mask` of the choice. Needs top_k (at most 4096), top_p
-    or min_p."""
+    """Whether each choice has a `sampling_mask`, the ids that each token was drawn from. Requires top_k (at most 4096),
+    top_p or min_p."""
     skip_special_tokens: Literal[True] = True
-    """Texts have no special tokens. The reply's token ids contain them."""
+    """Must be true: texts never contain special tokens. The reply's token ids contain them."""
     spaces_between_special_tokens: bool | None = None
-    """Accepted, without effect: fast tokenizers write no such spaces."""
+    """Accepted, without effect, because fast tokenizers write no such spaces."""
     structured_outputs: StructuredOutputs | None = None
-    """Constrain the text; needs the server's extra `structured`."""
+    """Constraint on the text. Requires the package extra `structured`."""
 
     @property
     def constrained(self) -> bool:
@@ -178,7 +178,7 @@ class SamplingFields(Body):
     def sampling_params(self, **decided: Any) -> SamplingParams:
         """Build the request's `SamplingParams`; raise `ApiError` 400 for a value out of range.
 
-        `decided` are the fields set by the endpoint, at least `max_tokens`."""
+        `decided` has the fields that the endpoint sets, at least `max_tokens`."""
         asked = {name: getattr(self, name) for name in _SAMPLING & self.model_fields_set} | decided
         if self.return_sampling_mask:
             asked["return_kept_tokens"] = True
@@ -200,16 +200,16 @@ class SamplingFields(Body):
 
 
 _SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()
-"""Options that HTTP and `SamplingParams` both have."""
+"""The names of the options that HTTP requests and `SamplingParams` both have."""
 
 
 class SamplingBody(RequestFields, SamplingFields):
     """The fields common to chats and completions."""
 
     return_token_ids: bool = False
-    """Include `prompt_token_ids` and each choice's `token_ids`, placed as in vLLM."""
+    """Whether to include `prompt_token_ids` and each choice's `token_ids`, in the same places as vLLM."""
     return_tokens_as_token_ids: bool = False
-    """Name tokens in log-probs `token_id:7` instead of by their text."""
+    """Whether log-probs name tokens by their ids (`token_id:7`) instead of their texts."""
 
     @property
     def samples(self) -> int:
@@ -235,12 +235,12 @@ class CompletionRequest(SamplingBody):
         ],
         Discriminator(_kind_of_prompt),
     ]
-    """One text, several texts, token ids, or lists of token ids."""
+    """One text, several texts, the token ids of one prompt, or the token ids of several prompts."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the sampled tokens."""
+    """Return the log-prob of every sampled token, and of this many most likely tokens per position (0: no other tokens)."""
     echo: bool = False
-    """Prepend the prompt to the text, and its log-probs to the log-probs."""
+    """Whether to prepend the prompt to the text, and the prompt's log-probs to the log-probs."""
 
     @property
     def prompts(self) -> list[str] | list[TokenIds]:

@@ -1,7 +1,7 @@
-"""Server-sent events: encoding of chunks, and the streaming response.
+"""Server-sent events: the encoding of chunks, and the streaming response.
 
 Deltas that queued up while the socket was busy are merged into one chunk per sample. An error after the first byte is sent
-as an `error` event without `[DONE]`. When the client disconnects, the source is closed immediately.
+as an `error` event without `[DONE]`. When the client disconnects, the source of the chunks is closed immediately.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
 Burst = list[tuple[int, TextDelta]]
-"""(prompt index, delta) pairs: at most one delta per sample."""
+"""The (prompt index, delta) pairs that are sent together, with at most one delta per sample."""
 
 
 def encode(value: Any) -> bytes:
-    """Encode as JSON; NaN and infinities become null."""
+    """Encode a value as JSON. NaN and infinities become null."""
     return to_json(value, inf_nan_mode="null")
 
 
@@ -53,7 +53,7 @@ class Chunks:
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def choice(self, choice: dict[str, Any], policy_version: int, beside: dict[str, Any] | None = None) -> bytes:
-        """Encode a chunk with one choice and the further fields `beside`."""
+        """Encode a chunk with one choice, and with the fields `beside` next to the choices."""
         others = b"" if not beside else b"," + encode(beside)[1:-1]
         return b'%b%d%b,"choices":[%b%b' % (self._head, policy_version, others, encode(choice), self._tail)
 
@@ -109,19 +109,19 @@ async def _together(streams: Sequence[Any]) -> AsyncGenerator[Burst]:
 
 
 class EventStream(Response):
-    """A response that streams events until the source ends or the client disconnects.
+    """A response that streams events until the source is exhausted or the client disconnects.
 
     Args:
-        serving: state of the server. While it is stopping, aborts are reported as a shutdown.
-        first: first bytes of the body; once they exist, the status is 200.
-        source: yields the following bytes; always closed at the end.
+        serving: state of the server. While the server is stopping, aborts are reported as a shutdown.
+        first: first bytes of the body. Since they exist, the status is 200; a later error becomes an `error` event.
+        source: generator of the remaining bytes. It is always closed at the end.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, serving: Serving, first: bytes, source: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length is unknown until the end.
+        # Remove the header, because the length is unknown until the end.
         del self.headers["content-length"]
         self._serving = serving
         self._first = first

@@ -1,7 +1,7 @@
-"""Endpoints of vLLM's token dialect: `/inference/v1/generate` and `/tokenize`.
+"""The endpoints of vLLM's token dialect: `/inference/v1/generate` and `/tokenize`.
 
-Renderers of training frameworks (verifiers, prime-rl, TRL) convert messages to tokens themselves and generate from the
-tokens. In addition to vLLM's fields, every choice has the policy version and the staleness of its tokens.
+Training frameworks (verifiers, prime-rl, TRL) render messages to tokens themselves and send only the token ids. In addition
+to vLLM's fields, every choice has the policy version and the staleness of its tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rollout.server.serving import Serving
 
 
 class GenerateParams(SamplingFields):
-    """The sampling parameters of vLLM."""
+    """The sampling parameters, with the names that vLLM uses."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
-    """Return log-probs of every token, and of this many most likely tokens per position. 0: only the sampled tokens."""
+    """Return the log-prob of every sampled token, and of this many most likely tokens per position (0: no other tokens)."""
     output_kind: int | None = Field(None, ge=0, le=2)
-    """Accepted, without effect: a reply has every sample, and a stream its new tokens."""
+    """Accepted, without effect. A reply always has whole samples, and a stream always has the new tokens of each sample."""
     detokenize: bool | None = None
-    """Accepted, without effect: a reply has no text."""
+    """Accepted, without effect, because a reply has no text."""
     skip_special_tokens: bool = True  # type: ignore[assignment]
-    """Accepted, without effect: a reply has no text."""
+    """Accepted, without effect, because a reply has no text."""
 
 
 class GenerateRequest(RequestFields):
@@ -50,12 +50,12 @@ class GenerateRequest(RequestFields):
     prompt_field = "token_ids"
 
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Id of the request, for the reply and for `/abort_requests`. Null: the server chooses one."""
+    """Id of the request, for the reply and for `/abort_requests`. If null, the server chooses an id."""
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     """Token ids of the prompt."""
     sampling_params: GenerateParams = Field(default_factory=lambda: GenerateParams.model_validate({}))
     return_token_ids: bool = False
-    """Include `prompt_token_ids` in the reply."""
+    """Whether to include `prompt_token_ids` in the reply."""
     priority: int = Field(0, ge=-INT32, le=INT32)
     """Requests with a lower priority are scheduled first, as in vLLM."""
 
@@ -73,18 +73,18 @@ class GenerateRequest(RequestFields):
 
 
 class TokenizeRequest(TemplateFields):
-    """Body of `POST /tokenize`: a text or a conversation."""
+    """Body of `POST /tokenize`, which contains either a text or a conversation."""
 
     model: str | None = None
     """Name of the served model or of an adapter."""
     prompt: str | None = None
-    """The text."""
+    """Text to tokenise."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    """The conversation, oldest message first; it and the options below work as in a chat request."""
+    """Conversation to tokenise, oldest message first. It and the options of the chat template work as in a chat request."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens around a text. A chat template adds its own."""
     return_token_strs: bool = False
-    """Include the tokens' names."""
+    """Whether to include the tokens' names in the reply."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -94,7 +94,7 @@ class TokenizeRequest(TemplateFields):
 
 
 def add_token_routes(app: FastAPI, serving: Serving) -> None:
-    """Register the routes of token ids."""
+    """Register `/inference/v1/generate` and `/tokenize`."""
     names = TokenIdNames(serving.llm.tokenizer)
     tokenizer = copy.deepcopy(serving.llm.tokenizer)
 
