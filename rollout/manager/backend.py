@@ -1,7 +1,7 @@
 """Backends of `RolloutManager`: the local engine, or all ranks of the job.
 
-A manager has groups and results; a backend computes them. Always true: each sample of a group that was submitted and not
-aborted is returned once, by `step` or `take_ended`.
+A manager keeps track of groups and their results; a backend computes them. `step` or `take_ended` returns each sample of a
+submitted group exactly once, unless the group is aborted.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Backend(Protocol):
         """Continue saved samples after their last token.
 
         Raises:
-            InvalidRequestError: a sample can never be served; none was queued.
+            InvalidRequestError: a sample can never be served; no sample was queued.
         """
 
     def abort(self, group_id: int) -> None:
         """Abort a group: on this rank at once, on other ranks when they read the message. Unknown ids are ignored."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is something to do, or `timeout_s` has passed. Ctrl-C may interrupt it.
+        """Wait until there is work to do, or `timeout_s` has passed. Ctrl-C may interrupt the wait.
 
         Raises:
             EngineStateError: no request can progress.
@@ -55,22 +55,22 @@ class Backend(Protocol):
         """
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one step; return the samples that have finished, merged."""
+        """Make at most one engine step; return the finished samples, each merged into one request."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Return the samples that have finished between two steps, merged."""
+        """Return the samples that have finished between two steps, each merged into one request."""
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
         """Return (group id, updates since the group's oldest token was sampled) for groups with unfinished samples.
 
-        None: the progress of another rank before the last update is not known yet; ask again after `wait`.
+        None means that another rank has not yet reported its progress before the last update; call again after `wait`.
         """
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
         """Return records of the unfinished samples."""
 
     def try_finish(self) -> bool:
-        """Return whether this rank may stop computing. Until this is True, the caller alternates it with `step`.
+        """Return whether this rank may stop computing. The caller alternates this method with `step` until it is True.
 
         Raises:
             EngineStateError: the ranks are in different calls, or have different policy versions.
@@ -83,7 +83,7 @@ class Backend(Protocol):
         return False
 
     def wake(self) -> None:
-        """Interrupt the `wait` or the run of steps that another thread is in."""
+        """Interrupt a `wait` or a run of steps on another thread."""
         return
 
     def report_idle(self) -> None:
@@ -102,20 +102,20 @@ class Backend(Protocol):
 
         Raises:
             DeadlineError: some ranks have not made the call; the message names them.
-            EngineStateError: some ranks have made another call or have another policy version; the message names them.
+            EngineStateError: some ranks have made another call or have another policy version; the message names the ranks.
         """
         return
 
     @property
     def coordinator(self) -> JobCoordinator | None:
-        """The address and keys of the job's coordinator; None: there is no coordinator."""
+        """The address and keys of the job's coordinator; None if there is no coordinator."""
         return None
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
         """Return the values of all ranks, in rank order, on rank 0; None on other ranks. Every rank must call this method.
 
         Args:
-            what: name of the enclosing call, equal on all ranks.
+            what: name of the enclosing call, which must be equal on all ranks.
             value: this rank's value.
 
         Raises:
@@ -124,7 +124,7 @@ class Backend(Protocol):
         return [value]
 
     def close(self) -> None:
-        """Abandon all groups and connections. Harmless when repeated."""
+        """Abandon all groups and close all connections. Repeated calls have no effect."""
         return
 
 

@@ -1,4 +1,4 @@
-"""Serialises everything in flight into one buffer and restores it, without pickle.
+"""The checkpoint of a manager: everything in flight, serialised into one buffer without pickle.
 
 The state is one buffer because `torch.load(weights_only=True)` rejects some plain values, such as empty bytes.
 """
@@ -27,9 +27,9 @@ class Checkpoints:
         self._rounds = rounds
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all groups in flight, with versions and random streams, for torch.save (`weights_only`) or msgpack.
+        """Return all groups in flight, with policy versions and random streams, for `torch.save` or msgpack.
 
-        Episodes in flight are not included.
+        `torch.load` can read the result with `weights_only=True`. Episodes in flight are not included.
         """
         rounds = self._rounds
         with rounds.engine.locked():
@@ -43,7 +43,7 @@ class Checkpoints:
 
         Raises:
             EngineStateError: this manager already has requests in flight.
-            ConfigError: this manager already has a later policy version, or the state belongs to another model.
+            ConfigError: this manager's version is later, the state is of another model, or the journal lacks the checkpoint.
             SerializationError: `state` is not a saved state, has another format, or is damaged; the message names the field.
             InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
         """
@@ -108,8 +108,7 @@ def load(state: Any, rounds: Rounds) -> int:
         backend.continue_from(records)
         backend.reserve_group_ids(max(loaded["next_request_id"], *(group_id + 1 for group_id in groups), 0))
     except BaseException:
-        # Forget the groups that the journal restored: this checkpoint failed to load, so these groups must not be
-        # returned.
+        # Forget the groups that the journal restored: they must not be returned after a failed load.
         journal.restore("", 0)
         raise
     rounds.loop.groups = groups
@@ -120,7 +119,7 @@ def load(state: Any, rounds: Rounds) -> int:
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Return (finished samples, records of unfinished samples). Groups that the journal has finished count as finished."""
+    """Return (finished samples, records of unfinished samples). Groups in the journal count as finished."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]
@@ -133,7 +132,7 @@ def _finish(
 
 
 def _decode(state: Any) -> dict[str, Any]:
-    """Decode the fields that `save` packed. Their checksum is correct, so only their types are checked."""
+    """Check the checksum and the types of what `save` has packed, and return its fields."""
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
     envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": OPAQUE})

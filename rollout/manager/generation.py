@@ -31,11 +31,11 @@ def _check_portable(name: str, value: Any) -> None:
 
 
 def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "prompts") -> list[Any]:
-    """Return the prompts of one call, without padding.
+    """Return a call's prompts as a list, without padding; `name` is the argument's name, for messages.
 
     Raises:
         TypeError: `prompts` is a single prompt instead of a list of prompts.
-        InvalidRequestError: see `unpadded`.
+        InvalidRequestError: the padding cannot be removed, see `unpadded`.
     """
     prompts = controller.unpadded(prompts, name)
     if isinstance(prompts, str | bytes | Mapping):
@@ -52,7 +52,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
 def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
     """Queue a group per prompt, the longest expected completions first, or take finished groups from the journal.
 
-    The caller holds the engine's lock.
+    The caller holds the engine's lock. `extras` has one metadata object per prompt.
 
     Returns:
         Group ids, in the order of the prompts.
@@ -76,9 +76,9 @@ def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], 
         for position, prompt in enumerate(prompts):
             if has_images(prompt):
                 where = f"prompts[{position}]"
-                # Tokenize prompts with images now: their keys must depend on the content of the images.
+                # Tokenize prompts with images first, because the keys below must depend on the content of the images.
                 prompts[position] = rounds.engine.controller.tokenize(prompt)
-        # Accept collisions: str() abbreviates long arrays, but the keys affect only the order in which prompts start.
+        # Equal keys are harmless: str() abbreviates long arrays, but the keys only decide which prompts start first.
         keys = [hash(str(prompt)) for prompt in prompts]
         journal_keys = [loop.journal.key(*each) for each in zip(prompts, params, extras, strict=True)]
         for position in loop.lengths.longest_first(keys):
@@ -127,40 +127,40 @@ class Generation:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> RolloutBatch:
-        """Sample completions; block until they are done.
+        """Sample completions; block until they have finished.
 
         On several ranks every rank calls `generate`, with its own prompts or with `[]`, and all ranks return together: a
-        rank that finishes early computes for the others. If it raises on one rank, the others wait until that rank calls
-        it again or exits; after `control_timeout_s` they raise a `DeadlineError` that names the rank. Sharded weights are
-        gathered when all ranks have called `generate`. Calls from several threads run one after another.
+        rank that finishes early computes for the others. If `generate` raises on one rank, the other ranks wait until that
+        rank calls it again or exits. After `control_timeout_s` they raise a `DeadlineError` that names the rank. Sharded
+        weights are gathered once all ranks have called `generate`. Calls from several threads run one after another.
 
         Args:
             prompts: a list of texts, token id sequences, lists of chat messages, or processor results (one prompt with
-                images each). Or the output of one tokenizer call, from which `attention_mask` removes the padding.
+                images each). The output of one tokenizer call also works: its padding is removed by `attention_mask`.
             sampling_params: parameters for all prompts, or one `SamplingParams` per prompt; `n` samples per prompt.
-            min_groups: None: return exactly these prompts. A number: return as soon as that many groups (a prompt with its
-                samples) have finished, earlier calls' groups included. The other groups stay in flight and continue in the
-                next call, under the new weights. With `max_staleness`, `generate` also waits for groups that would be too
-                old after the next updates.
+            min_groups: number of groups (a prompt with its samples) that must have finished, including groups of earlier
+                calls. Unfinished groups stay in flight and continue in the next call, under the new weights. With
+                `max_staleness`, `generate` also waits for groups that would be too old after the next updates. If None, it
+                returns exactly the groups of these prompts.
             metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
-            on_error: `raise`: a failed sample raises `RolloutFailedError`, which has the whole batch. `mask`: the row of a
-                failed sample is masked and named in `batch.errors`.
-            progress: whether to show a progress bar. None: only on a terminal, once the call takes more than two seconds.
-            timeout_s: seconds after which `DeadlineError` is raised; unfinished groups stay in flight. None: no limit.
+            on_error: with `raise`, a failed sample raises `RolloutFailedError`, which has the whole batch. With `mask`, a
+                failed sample's row is masked, and `batch.errors` has the error.
+            progress: whether to show a progress bar. None shows it only on a terminal, after two seconds.
+            timeout_s: seconds after which `DeadlineError` is raised; unfinished groups stay in flight. None means no limit.
             fields: `SamplingParams` fields for all prompts, in place of `sampling_params`: `generate(prompts, n=8)`.
 
         Returns:
-            The samples: prompts in order of submission, the samples of a prompt next to each other.
+            The samples, prompts in order of submission, samples of the same prompt next to each other.
 
         Raises:
-            InvalidRequestError: a prompt can never be served; nothing of this call was queued.
+            InvalidRequestError: a prompt can never be served; no prompt of this call was queued.
             EngineStateError: the manager is paused, suspended or closed; or the ranks have different policy versions or make
                 different calls (raised on every rank).
             WeightsChangedError: weights have changed without an optimizer step; the message names them. Nothing was queued.
             EngineDeadError: too many steps in a row have failed.
             DeadlineError: `timeout_s` has passed, or another rank is missing; the message names the rank.
             ConnectionLostError: the coordinator was lost and was not replaced within `control_timeout_s`.
-            JournalError: a finished group cannot be written; it stays in flight, and the next call tries again.
+            JournalError: a finished group cannot be written; the group stays in flight, and the next call tries again.
             RolloutFailedError: see `on_error`.
             KeyboardInterrupt: Ctrl-C was pressed. It is raised after the current step, and this call's prompts are aborted.
         """
@@ -182,10 +182,10 @@ class Generation:
                 raise
 
     def begin_round(self) -> Callable[[], set[int] | None]:
-        """Begin a call that leaves groups in flight.
+        """Start a call that may leave groups in flight.
 
         Returns:
-            A function that returns the ids of the groups that must finish in this call; None: not known yet.
+            A function that returns the ids of the groups that must finish in this call, or None if they are not known yet.
         """
         self._rounds.pacer.begin_round(self._rounds.engine.policy_version)
         return lambda: self._rounds.too_old(self._rounds.pacer, self._rounds.groups)
@@ -202,11 +202,11 @@ class Generation:
     ) -> list[int]:
         """Queue prompts for the next `generate` or `as_completed`; return their group ids.
 
-        Prompts whose completions were long in earlier calls start first, because a batch ends with its longest sample.
+        Prompts whose completions were long in earlier calls start first, because a batch takes as long as its longest
+        sample. The arguments are as in `generate`.
 
         Raises:
-            InvalidRequestError, TypeError: a prompt can never be served; the message names it. Nothing of this call was
-                queued.
+            InvalidRequestError, TypeError: a prompt can never be served; the message has its index. No prompt was queued.
         """
         rounds = self._rounds
         prompts = prompts_of(rounds.engine.controller, prompts)
@@ -217,7 +217,7 @@ class Generation:
             with rounds.engine.locked():
                 added = submit(rounds, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
-            # Abort the groups just added: Ctrl-C arrived while interrupts were deferred, and takes effect only now.
+            # Ctrl-C arrived while interrupts were deferred and takes effect only now: abort the groups that were just added.
             rounds.loop.abort(added)
             raise
         return added
@@ -225,10 +225,14 @@ class Generation:
     def as_completed(
         self, group_ids: Iterable[int] | None = None, *, on_error: OnError = "raise"
     ) -> Iterator[RolloutBatch]:
-        """Generate, and yield each group as it finishes; without `group_ids`, also groups submitted during the loop.
+        """Generate, and yield each group as it finishes.
 
-        If you leave the loop early, the other groups stay in flight. With several ranks, every rank must run such a
-        loop or call `generate`, and waits for the others at its end. Sharded weights stay gathered until then.
+        If you leave the loop early, the other groups stay in flight. On several ranks, every rank must run such a loop
+        or call `generate`, and waits for the other ranks at the end. Sharded weights stay gathered until then.
+
+        Args:
+            group_ids: ids of the groups to yield. None: all groups, including groups submitted during the loop.
+            on_error: as in `generate`.
 
         Raises:
             WeightsChangedError: raised at the start of the loop, see `generate`.

@@ -1,7 +1,7 @@
 """The groups of a training loop, from submission to return, and their journal.
 
 Always true: from `add` to `drop` a group is either *unfinished* or *complete*. It is returned once, with all its samples.
-Results for any other group (aborted or already returned) are rejected.
+Results for an aborted or already returned group are rejected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GroupLedger:
         """Ids of groups with missing samples."""
         self.samples_missing = 0
         self.rewards: dict[int, list[float | None]] = {}
-        """Group id → rewards of the group's samples, for groups that `generate_scored` keeps. None: the sample failed."""
+        """Group id → rewards of the group's samples, for groups that `generate_scored` keeps. None marks a failed sample."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -91,7 +91,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest version of a completion token) of each received, non-empty sample in unfinished groups."""
+        """Yield (group id, oldest policy version of its tokens) for each received, non-empty sample of unfinished groups."""
         for each in self.unfinished:
             for result in self._groups[each].results.values():
                 oldest = result.policy_spans.oldest(start=result.original_prompt_length)
@@ -109,11 +109,11 @@ class GroupJournal:
     checkpoint has saved the group meanwhile. A group with a failed sample is not appended. After a restart each group is
     returned once: a group in flight at the checkpoint is found by its id, prompt and parameters, a later group by its key.
 
-    A restart loses the weights of updates after the checkpoint. A token that such weights sampled keeps its log-prob and
-    gets the checkpoint's version, which is the last version that the updates before and after the restart share.
+    A restart loses the weights of updates after the checkpoint. A token sampled with such weights keeps its log-prob and
+    gets the checkpoint's version: the last version that has the same weights before and after the restart.
 
     Args:
-        journal: the journal file; None: nothing is written or returned.
+        journal: the journal file; if None, nothing is written or returned.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
@@ -124,13 +124,13 @@ class GroupJournal:
         self._by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
 
     def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-        """Return the group's journal key, see `key_of`; empty without a journal."""
+        """Return the group's journal key, see `key_of`; without a journal, return an empty key."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
     # --- writing to the journal ---------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups that these results complete. After a `JournalError` the next call tries again."""
+        """Append the groups that these results complete. After a `JournalError` the next call writes them again."""
         if self._journal is None:
             return
         for group_id in dict.fromkeys(result.request_id for result in results):
@@ -144,7 +144,7 @@ class GroupJournal:
             del self._unwritten[0]
 
     def checkpoint(self, version: int) -> str:
-        """Begin a new journal file for a checkpoint of this policy version.
+        """Start a new journal file for a checkpoint of this policy version.
 
         Returns:
             The mark that identifies the checkpoint in the journal; "" without a journal.
@@ -172,7 +172,7 @@ class GroupJournal:
     def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
         """Return the samples of a group that was in flight at the checkpoint and has finished since.
 
-        None: the group still has to be generated.
+        None means that the group still has to be generated.
         """
         place = self._by_id.get(group_id)
         group = self._read(place)
@@ -187,7 +187,7 @@ class GroupJournal:
     def submitted(self, key: bytes, group_id: int) -> FinishedGroup | None:
         """Return a group with this key that has finished since the checkpoint, under its new id `group_id`.
 
-        None: the group still has to be generated.
+        None means that the group still has to be generated.
         """
         places = self._by_key.get(key)
         while places:
@@ -198,7 +198,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Give unused groups back, in their original order, so that `submitted` returns them again."""
+        """Put unused groups back in their original order, so that `submitted` returns them again."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

@@ -1,13 +1,13 @@
-"""`RolloutManager`: generate, suspend around the optimizer, metrics, checkpoint.
+"""The `RolloutManager`, which generates, frees GPU memory for the optimizer, reports metrics and saves checkpoints.
 
     manager = RolloutManager(model, tokenizer, InferenceConfig(...))
-    attach(optimizer, manager)                              trainer_hooks.optimizer: announces every step
+    attach(optimizer, manager)                              # from trainer_hooks.optimizer; announces every weight update
     batch = manager.generate(prompts, SamplingParams(n=8, max_tokens=256))
     with manager.suspended():
         loss.backward(); optimizer.step()
 
-Promises: an accepted group is returned exactly once, whole, unless it is abandoned: by `abort`, by `close`, or by Ctrl-C in
-    the `generate` that submitted it. After any other exception it stays in flight and the next call continues it.
+A group is a prompt with its samples. An accepted group is returned exactly once, with all samples, unless it is abandoned
+by `abort`, by `close`, or by Ctrl-C in the `generate` that submitted it. After any other exception it stays in flight.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class RolloutManager:
         model: the Hugging Face causal model being trained, bare or wrapped (DDP, torch.compile). If FSDP shards its
             weights, all ranks build their managers at the same time. FSDP2 may also shard the model later; the next
             `generate` then adapts the engine.
-        tokenizer: the model's tokenizer, or the processor of a vision model. None: prompts are token ids, and completions
-            have no text.
-        config: options of the engine. None: the defaults.
-        token_values: a function of the hidden states, [rows, hidden] → [rows, k] or [rows], such as the value head of a
-            critic or a probe. It gets the input of the output embeddings, runs without gradients under the weights that
-            sample, and must be the same on all ranks. Its results are in `RolloutBatch.token_values`.
+        tokenizer: the model's tokenizer, or the processor of a vision model. If None, prompts must be token ids, and
+            completions have no text.
+        config: the engine's options. None means the defaults.
+        token_values: a function from hidden states [rows, hidden] to values [rows, k] or [rows], such as a critic's value
+            head or a probe. The hidden states are the input of the output embeddings. It runs while tokens are sampled,
+            without gradients, and must be the same on all ranks. Its results are in `RolloutBatch.token_values`.
         coordinator: how the ranks of torch.distributed compute each other's groups: a `CoordinatorConfig`, or True for the
-            default options. False: each rank computes only its own groups. It has no effect on a single rank.
-        journal: file of this rank that keeps finished groups between two checkpoints; the caller closes it. `state_dict`
-            begins a new file. After `load_state_dict`, groups in the journal are returned without computing them again, even
-            if they were submitted after the checkpoint: submit the same prompt, parameters and metadata. Use another manager
-            for evaluation.
-        clock: monotonic clock in seconds, for tests.
+            default options. False: each rank computes only its own groups. This option has no effect on a single rank.
+        journal: this rank's file of groups that have finished since the last checkpoint; the caller closes it. `state_dict`
+            starts a new file. After `load_state_dict`, groups in the journal are not computed again. To get one that was
+            submitted after the checkpoint, submit the same prompt, parameters and metadata. Use another manager for
+            evaluation.
+        clock: function that returns monotonic time in seconds; tests replace it.
 
     Raises:
         UnsupportedModelError: the engine cannot reproduce the model's forward pass. The message names the obstacle.
@@ -116,12 +116,12 @@ class RolloutManager:
 
     @property
     def episode_groups_in_play(self) -> int:
-        """The number of groups of episodes started and not yet returned."""
+        """The number of episode groups that `run` has started and not yet returned."""
         return len(self._rounds.player)
 
     @property
     def image_layout(self) -> ImageLayout | None:
-        """The way the model finds images among its tokens. None: images are not supported for this model."""
+        """The way the model finds images among its tokens; None if the model's images are not supported."""
         return self._rounds.image_layout
 
     @property
@@ -151,7 +151,7 @@ class RolloutManager:
     adapter_switch = called("_updates", Updates.adapter_switch)
 
     def metrics(self, reset: bool = True) -> dict[str, float]:
-        """Return the metrics since the last call as a flat dict, for `wandb.log`; `reset=False` keeps counting."""
+        """Return the current interval's metrics as a flat dict for `wandb.log`; if `reset`, start a new interval."""
         self._rounds.loop.sync_metrics()
         return self._rounds.metrics.snapshot(reset)
 
@@ -160,15 +160,15 @@ class RolloutManager:
 
     @property
     def coordinator_address(self) -> str | None:
-        """`tcp://host:port` of the job's coordinator, for clients in other processes and `rollout top`. None: one rank."""
+        """The coordinator's `tcp://host:port`, for other processes and `rollout top`; None without a coordinator."""
         coordinator = self._rounds.backend.coordinator
         return None if coordinator is None else coordinator.address
 
     @property
     def coordinator_keys(self) -> JobKeys | None:
-        """Keys that a process needs to join the job. None: a single rank, or a coordinator on loopback.
+        """The keys for joining the job; None if there is no coordinator or it listens only on loopback.
 
-        Pass them on in a file that only you can read (`JobKeys.serialize`).
+        Give them to another process in a file that only you can read (`JobKeys.serialize`).
         """
         coordinator = self._rounds.backend.coordinator
         return None if coordinator is None or coordinator.keys is None else coordinator.keys.client_side()
@@ -195,10 +195,10 @@ class RolloutManager:
         return coordinator.client(name, self.config.advanced.control_timeout_s)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-        """Record a `with` block and write its timeline to `path`, for Perfetto and Chrome.
+        """Record what happens in a `with` block, and write its timeline to `path` for Perfetto or Chrome.
 
-        On several ranks, all enter and leave the block with the same path; rank 0 writes one file for all. If the block
-        raises, or a rank is missing, each rank writes its own file, with `.rank<number>` before the suffix.
+        On several ranks, every rank enters and leaves the block with the same path; rank 0 writes one file for all ranks. If
+        the block raises, or a rank is missing, each rank writes its own file, with `.rank<number>` before the suffix.
 
         Args:
             path: a `.json` or `.json.gz` file; an existing file is replaced.

@@ -1,14 +1,15 @@
 """Backends and loops of a manager whose ranks compute each forward pass together.
 
-Tensor parallelism: the first rank runs a call (`LeaderLoop`). The others compute its forward passes until the call ends,
-then record the same results (`FollowerLoop`). `GroupCalls.meet` starts a call on all members, with equal prompts, policy
-version and adapters. Always true: a call returns on all members together, with the same results or the same error. Requests
-that finish between two calls are reported with the next call. Ctrl-C on the first rank ends the call on all members. On
-another member, or between two steps, it takes effect when the call has ended, so that all members keep the same groups.
+Tensor parallelism: the first rank of a group runs a call (`LeaderLoop`). The other members compute its forward passes until
+the call finishes, then record the same results (`FollowerLoop`). `GroupCalls.meet` starts a call on all members, with equal
+prompts, policy version and adapters. A call returns on all members together, with the same results or the same error.
+Requests that finish between two calls are reported with the next call. Ctrl-C interrupts the call on all members if it
+arrives on the first rank during its steps, or on any member in `meet`. At other times it takes effect after the call, so
+that all members keep the same groups.
 
-Expert parallelism: in each round the ranks agree whether to stop, wait or compute, and then compute one step. A rank
-without requests runs the expert layers without tokens (`LockstepLoop`). Always true: the ranks begin and end a run
-together. A rank that raises takes part in the current round, and tells the others before the next round.
+Expert parallelism: in each round the ranks agree whether to stop, wait or compute, and then compute one step. A rank without
+requests runs the expert layers without tokens (`LockstepLoop`). The ranks start and finish a run together: a rank that
+raises still completes the current round, and then tells the others that it leaves.
 """
 
 from __future__ import annotations
@@ -77,15 +78,15 @@ class LockstepLoop(RunLoop):
                             left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                # Tell the other ranks, unless the last round is over (a deferred Ctrl-C): they then no longer take part
-                # in decisions.
+                # Tell the other ranks that this rank leaves. If the last round is over, they have stopped waiting for
+                # messages.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)
                 raise
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work. After a control timeout, wait long enough for the backend to name the missing ranks."""
+        """Wait for work. After `control_timeout_s` without work, wait until the backend names the missing ranks."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
@@ -98,7 +99,7 @@ _KEPT = "what suspend() has kept of the KV cache (0: nothing, 1: what requests h
 
 
 class FollowerBackend(LocalBackend):
-    """The backend of a following member, whose engine checks and stores requests but computes none."""
+    """The backend of a tensor-parallel member other than the first; its engine stores requests but schedules none."""
 
     def ended(self, result: DynamicInferenceRequest) -> None:
         """Record a sample that the first rank reported as finished. Its images come from this rank's own request."""
@@ -109,7 +110,7 @@ class FollowerBackend(LocalBackend):
         self._engine.parts.intake.forget(result.request_id, result.sample_index)
 
     def wait(self, timeout_s: float) -> None:
-        """Return at once, because the first rank decides."""
+        """Return at once, because only the first rank waits for work."""
 
     def try_finish(self) -> bool:
         return False
@@ -119,7 +120,7 @@ class FollowerBackend(LocalBackend):
 
 
 class GroupCalls:
-    """The agreement of a tensor-parallel group to start a call: all members start it, or none does.
+    """The agreement of a tensor-parallel group to start a call: all members start it, or no member does.
 
     Args:
         world: the ranks of the job.
@@ -141,7 +142,7 @@ class GroupCalls:
         """Wait until every member makes its next call.
 
         Args:
-            groups: ids of the groups in flight.
+            groups: ids of this member's groups in flight.
 
         Raises:
             DeadlineError: some members did not make a call within `control_timeout_s`; the message names them. Raised on all
@@ -164,7 +165,7 @@ class GroupCalls:
         if decision == GO.decode():
             return
         if INTERRUPTED in decision:
-            # Raise KeyboardInterrupt: all members do so, and each abandons the prompts of this call.
+            # Ctrl-C was pressed on one member: all members raise, and each abandons the prompts of this call.
             raise KeyboardInterrupt
         if decision.startswith(_DIFFER):
             raise EngineStateError(f"{self._group.name}: {decision}")
@@ -179,8 +180,7 @@ class GroupCalls:
         for name, expected in told[0].items():
             for rank, each in zip(ranks, told, strict=True):
                 value = each.get(name)
-                # Let the other ranks keep more blocks: the coordinator suspends only the first rank, and drops no block
-                # of the others.
+                # The other ranks may keep more blocks than the first rank, because the coordinator suspends only the first.
                 if value != expected and not (name == _KEPT and value > expected):
                     return (
                         f"{_DIFFER}{name} of rank {rank}: {value!s:.100}, of rank {ranks[0]}: {expected!s:.100}; every rank "
@@ -190,7 +190,7 @@ class GroupCalls:
 
 
 class LeaderLoop(RunLoop):
-    """The loop of the first rank, which decides for the group."""
+    """The loop of a tensor-parallel group's first rank, which decides what the group computes."""
 
     attended = True
 
@@ -240,7 +240,7 @@ class LeaderLoop(RunLoop):
 
 
 class FollowerLoop(RunLoop):
-    """The loop of a following rank."""
+    """The loop of a tensor-parallel member other than the first, which computes what the first rank decides."""
 
     attended = True
 
@@ -306,7 +306,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """Return the loop for this rank's role in its group, or for a rank without a group. `parts`: arguments of `RunLoop`."""
+    """Return the loop for this rank's role in its parallel group, if it has one. `parts` are the arguments of `RunLoop`."""
     if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
     if engine.peers.group is None:
@@ -321,14 +321,14 @@ def choose_backend(
 ) -> Backend:
     """Choose a `DataParallelBackend` if there are several ranks and `coordinator` is not False, else a local backend.
 
-    A tensor-parallel group counts as one rank: requests go to its first member, and the others follow.
+    A tensor-parallel group counts as one rank: its first member receives the requests for all members.
 
     Args:
         coordinator: see `RolloutManager`.
-        world: the job's ranks; None: this rank only.
+        world: the job's ranks, or None for this rank only.
 
     Raises:
-        ConfigError: `coordinator` asks for a schedule file, but there is only one rank.
+        ConfigError: `coordinator` has a schedule file, but there is only one rank.
         DeadlineError: the ranks did not find each other in time.
     """
     if coordinator is False:

@@ -1,7 +1,7 @@
-"""`Rounds`: begins and ends every manager call that steps the engine, and owns the state that these calls share.
+"""`Rounds`, which starts and finishes every manager call that steps the engine, and has the state that these calls share.
 
-A manager holds its engine after `pause` until `unpause` or `resume`, and after `suspend` until `resume`. After `suspended`
-and the optimizer hook it does so until the next `generate`. If a caller stopped the engine, the hook does not restart it.
+A held engine makes no steps. `pause` holds it until `unpause` or `resume`, and `suspend` until `resume`. `suspended` and the
+optimizer hook hold it until the next `generate`. The hook does not restart an engine that a caller has stopped.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ Batch = TypeVar("Batch", bound=RolloutBatch)
 
 
 class StalenessPacer:
-    """A pacer that chooses the unfinished groups for which `generate` with `min_groups` has to wait.
+    """A pacer that chooses the unfinished groups that `generate` with `min_groups` has to wait for.
 
     A round is the time between two such calls, and is assumed to have as many weight updates as the last round. A group in
-    flight ages by that many versions before it can be used. A group that would then exceed the limit has to finish first.
+    flight ages by that many versions before it can be returned. If it would then exceed `max_staleness`, it has to finish
+    first.
     """
 
     def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:
@@ -48,7 +49,7 @@ class StalenessPacer:
         self._version: int | None = None
 
     def begin_round(self, version: int) -> None:
-        """Begin a call under this policy version; derive from it the number of updates in the last round."""
+        """Start a call under this policy version, and compute the number of updates in the last round."""
         if self._version is not None and version > self._version:
             self.updates_per_round = version - self._version
         self._version = version
@@ -115,7 +116,7 @@ class Rounds:
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Give this thread exclusive use of the engine for a blocking method; `EngineStateError` in an environment."""
+        """Give this thread exclusive use of the engine for the method `call`; raise `EngineStateError` in an environment."""
         self.player.refuse_inside(call)
         with self.engine.turns.taken(timeout_s), self.loop.call():
             yield
@@ -166,10 +167,10 @@ class Rounds:
     def too_old(
         self, pacer: StalenessPacer, groups: Groups, owner: Callable[[int], int | None] = lambda number: number
     ) -> set[int] | None:
-        """Return the ids of groups that must finish before the next update; None: the ages are not known yet.
+        """Return the ids of groups that must finish before the next update, or None if their ages are not known yet.
 
         Args:
-            owner: function from a backend id to the id of the group that it belongs to; None: to no group.
+            owner: function from a group id of the backend to the id of the group in `groups` that it belongs to, or None.
         """
         known = () if pacer.max_staleness is None else self.backend.staleness()
         if known is None:
@@ -242,7 +243,7 @@ class Rounds:
 
     @property
     def image_layout(self) -> ImageLayout | None:
-        """The way the model finds images among its tokens; None: the engine does not support its images."""
+        """The way the model finds images among its tokens; None if the engine does not support its images."""
         vision = self.engine.controller.runner.vision
         if vision.family is None or vision.image_token is None:
             return None
@@ -272,7 +273,7 @@ class Rounds:
     # --- closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Abandon the groups in flight (with a warning) and free the engine's memory. Harmless when repeated.
+        """Abandon the groups in flight (with a warning) and free the engine's memory. Repeated calls have no effect.
 
         Training can continue; from now on an attached optimizer hook does nothing.
         """
@@ -313,7 +314,7 @@ def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True)
 def most_discarded(groups: int | None, asked: int | None) -> float:
     """Return the number of groups that a call may discard.
 
-    This is `asked`. If `asked` is None, it is four times `groups`, or unlimited if `groups` is None too.
+    This is `asked` unless it is None. The default is four times `groups`, or no limit if `groups` is None too.
     """
     check_count("max_discarded", asked, 0)
     return (math.inf if groups is None else MOST_DISCARDED * groups) if asked is None else asked

@@ -1,4 +1,4 @@
-"""Steps a manager's backend until groups have finished, and records every finished sample."""
+"""The loop that steps a manager's backend until groups have finished, and records every finished sample."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import uninterrupted
 
 PATIENCE_S = 0.1
-"""The longest wait while environments are busy, in seconds; after it, their deadlines are checked."""
+"""Longest single wait of a `patient` run, in seconds. Between two waits, the deadlines of episodes are checked."""
 BAR_AFTER_S = 2.0
 """Seconds after which a call with `progress=None` shows a progress bar."""
 NEWEST_SHARE = 0.5
@@ -37,10 +37,10 @@ class LengthBook:
     """The running mean of completion lengths, per prompt and over all prompts.
 
     A batch takes as long as its longest sample, and a long sample that starts last is computed nearly alone. Prompts repeat
-    every epoch, so earlier lengths decide which prompt starts first. They never change the samples.
+    every epoch, so earlier lengths decide which prompt starts first. The order never changes the samples.
 
     Args:
-        capacity: number of prompts remembered; the least recently seen prompts are forgotten.
+        capacity: maximum number of prompts; the least recently sampled prompts are forgotten.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -59,7 +59,7 @@ class LengthBook:
     def longest_first(self, prompts: Sequence[Hashable]) -> list[int]:
         """Return the positions of prompts, longest expected completion first; ties keep their order.
 
-        For a new prompt, the mean over all prompts is expected.
+        The expected length of a new prompt is the running mean over all prompts.
         """
         overall = self._overall or 0.0
         expected = np.array([self._means.get(prompt, overall) for prompt in prompts], dtype=float)
@@ -68,14 +68,14 @@ class LengthBook:
 
 
 class Goal(Protocol):
-    """The goal of a run. While it is checked, it may start groups and drop others."""
+    """The goal of one `RunLoop.run`. Checking it may start new groups and drop others."""
 
     @property
     def number(self) -> int:
         """The number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
-        """Return the number of groups that have finished, of those that count."""
+        """Return how many of the groups that count have finished."""
 
     def reached(self) -> bool:
         """Return whether enough groups have finished; called before every step."""
@@ -83,16 +83,16 @@ class Goal(Protocol):
 
 @dataclass(eq=False)
 class GroupGoal:
-    """The goal that `number` of the groups `among` have finished, and all awaited groups too."""
+    """The goal that at least `number` groups out of `among` have finished, and every group that `awaited` returns."""
 
     unfinished: set[int]
-    """Ids of unfinished groups, kept up to date by their owner."""
+    """Ids of unfinished groups; a set that the `GroupLedger` keeps up to date."""
     among: set[int]
-    """Ids of the groups that count."""
+    """Ids of the groups that count towards `number`."""
     number: int
     awaited: Callable[[], set[int] | None]
-    """A function that returns the ids of groups that must also have finished; None: not known yet. Once `number` groups have
-    finished, it is called until it returns ids."""
+    """A function that returns the ids of groups that must also have finished; None means not known yet. Once `number` groups
+    have finished, it is called before every step until it returns ids."""
     _must: set[int] | None = None
 
     def ended(self) -> int:
@@ -110,8 +110,8 @@ class RunLoop:
     """The loop of one manager, with its groups, their journal, and the single completions that environments request.
 
     Attributes:
-        gathering: gathers sharded weights for the duration of a run.
-        attended: whether other ranks take part in every run, so that a run is needed even if there is no work.
+        gathering: the object that gathers sharded weights for the duration of a run.
+        attended: whether every run involves other ranks, so that this rank has to run even if it has no work.
     """
 
     attended = False
@@ -152,11 +152,11 @@ class RunLoop:
         Args:
             goal: the goal; it is checked before every step.
             call: name of the manager method that is running, for messages.
-            progress: whether to show a progress bar; None: only on a terminal, and only after `BAR_AFTER_S`.
-            timeout_s: upper bound on the duration, in seconds; None: no bound.
-            alone: return as soon as the goal is reached, without stepping for other ranks. The engine then first checks
-                whether the model has changed, because the caller may have used the model since `Rounds.follow_model`.
-            patient: keep waiting while environments have nothing to sample.
+            progress: whether to show a progress bar; None shows it only on a terminal, after `BAR_AFTER_S`.
+            timeout_s: upper bound on the duration, in seconds, or None for no bound.
+            alone: whether to return as soon as the goal is reached, without stepping for other ranks. If so, the engine
+                first checks whether the model has changed, because the caller may have used it since `Rounds.follow_model`.
+            patient: whether to wait instead of raising while environments or rewards run and nothing can be sampled.
 
         Raises:
             DeadlineError: `timeout_s` has passed; unfinished groups stay in flight.
@@ -187,7 +187,7 @@ class RunLoop:
                         bar.set_postfix(running=self._engine.load[0], refresh=False)
                         bar.update(min(goal.ended(), bar.total) - bar.n)
 
-                # Step until the backend agrees to finish: even without own work, it may have to help other ranks.
+                # Step until the backend agrees to finish: this rank may still have to compute for other ranks.
                 self._steps(lambda: goal.reached() and (alone or self._backend.try_finish()), step, left)
         finally:
             self._backend.report_idle()
@@ -195,7 +195,7 @@ class RunLoop:
             self.sync_metrics()
 
     def _steps(self, finished: Callable[[], bool], step: Callable[[float], None], left: Callable[[], float]) -> None:
-        """Step until `finished`.
+        """Step until `finished` returns True.
 
         Args:
             step: function that makes one step, after waiting at most the given number of seconds for work.
@@ -213,19 +213,19 @@ class RunLoop:
         """Record queued prompts, whose groups have the ids `first`, `first + 1`, …"""
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Record samples that the journal returned, because they had finished before they were submitted again."""
+        """Record finished samples that the journal returned for submitted prompts."""
         for sample in samples:
             self.groups.take(sample)
 
     def take_ended(self) -> None:
-        """Record the samples that have finished between two steps. After a `JournalError` the next call tries again."""
+        """Record the samples that have finished between two steps. After a `JournalError` the next call retries."""
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.take_ended())
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """Abort groups now, without returning them. Unknown ids are ignored.
 
-        When this returns, their KV blocks on this rank are free. Other ranks free theirs as soon as they read the message.
+        When this returns, the groups' KV blocks on this rank are free. Other ranks free theirs when they read the message.
         """
         with uninterrupted(), self._engine.locked():
             for each in list(group_ids):
@@ -249,7 +249,7 @@ class RunLoop:
             return
         self._backend.wait(min(timeout_s, PATIENCE_S) if patient else timeout_s)
         if self._engine.state is EngineState.SUSPENDED:
-            # Check for the user's holds again: the coordinator, which held the engine at first, may have released it.
+            # The coordinator may have released the engine during the wait. If a user's hold remains, this raises.
             self._ensure_running()
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.step())

@@ -39,16 +39,16 @@ class PlayGoal:
     """The function that starts a group for a task."""
     most: float
     least: int | None
-    """The number of kept groups that must have finished; None: all groups in flight."""
+    """The number of kept groups that must have finished; None means all groups in flight."""
     number: int
     keep: Callable[[Sequence[Episode]], bool] | None
-    """A function that returns whether a finished group counts; otherwise the group is dropped. None: every group counts."""
+    """A function that returns whether a finished group counts; other groups are dropped. If None, every group counts."""
     discards_left: float
     """The number of groups that may still be dropped; once it is 0, every group counts."""
     discard: Callable[[], None]
     """The function to call for each dropped group."""
     too_old: Callable[[], set[int] | None]
-    """A function that returns the ids of groups that must also have finished; None: not known yet."""
+    """A function that returns the ids of groups that must also have finished, or None if they are not known yet."""
     _kept: set[int] = field(default_factory=set)
 
     def ended(self) -> int:
@@ -97,11 +97,11 @@ class EpisodeRuns:
         self._pacer = rounds.new_pacer()
 
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DynamicInferenceRequest:
-        """Sample one completion in an environment of `run`, not as a turn of the episode. Cancelling aborts the request.
+        """Sample one completion in an environment of `run`, outside of the episode's turns. Cancelling aborts the request.
 
         Args:
             prompt: a prompt as in `generate`.
-            sampling_params: parameters with n = 1. None: the defaults.
+            sampling_params: parameters with n = 1. None means the defaults.
 
         Raises:
             InvalidRequestError: the prompt can never be served, or n > 1.
@@ -136,38 +136,39 @@ class EpisodeRuns:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> EpisodeBatch:
-        """Play episodes of many turns; block until they finish. While an episode waits for a tool, others are sampled.
+        """Play multi-turn episodes; block until they finish. While an episode waits for a tool, other episodes are sampled.
 
         Episodes that are unfinished when `run` returns or raises stay in flight: tools keep running, and completions
-        continue in the next call, under the weights of that call. On several ranks every rank calls it, as for `generate`.
+        continue in the next call, under the weights of that call. On several ranks, every rank calls `run`, as with
+        `generate`.
 
         Args:
-            tasks: the tasks; each becomes a group of n episodes. The tasks of a list all start at once, the tasks of an
-                iterator as earlier groups finish.
+            tasks: the tasks; each becomes a group of n episodes. A list's tasks all start at once, an iterator's tasks as
+                earlier groups finish.
             environment: a class or function that makes an object with `reset` and `step` for each episode; or a coroutine
-                function that plays a whole `Episode` and returns the reward. None: each task is an `EnvironmentTask`.
+                function that plays a whole `Episode` and returns the reward. If None, each task is an `EnvironmentTask`.
             sampling_params: parameters of one turn, with n = 1.
             max_turns: upper bound on the turns of an episode, for environments with `reset` and `step`.
             min_groups: number of groups after which `run` returns. It also waits for all groups that would be too old
-                (`max_staleness`) after the next updates. None: wait for all groups, including groups of earlier calls.
-            max_groups: maximum number of groups in flight, if `tasks` is an iterator. None: `min_groups`.
+                (`max_staleness`) after the next updates. If None, `run` waits for all groups, also those of earlier calls.
+            max_groups: maximum number of groups in flight, if `tasks` is an iterator. None means `min_groups`.
             keep: function of a finished group's episodes; if it returns False, the group is dropped and does not count. See
                 `rewards_differ`.
-            max_discarded: number of dropped groups after which every group is kept. None: four times `min_groups`, or no
-                limit without `min_groups`.
-            episode_timeout_s: seconds within `run` after which an episode fails with the turns that it has.
-            on_error: `raise`: `RolloutFailedError` if an episode failed. `mask`: rows of failed episodes are masked; the
-                error is raised only if every episode failed.
+            max_discarded: number of dropped groups after which every group is kept. None means four times `min_groups`, or
+                no limit without it.
+            episode_timeout_s: seconds of `run` after which an episode fails and keeps its turns so far. None means no limit.
+            on_error: with `raise`, a failed episode raises `RolloutFailedError`. With `mask`, rows of failed episodes are
+                masked, and the error is raised only if every episode failed.
             progress, timeout_s, fields: as in `generate`.
 
         Returns:
-            The groups in the order in which they started, episodes of a group next to each other.
+            The groups in the order in which they started, with the episodes of a group next to each other.
 
         Raises:
             ConfigError: options contradict each other.
             TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type.
-            KeyboardInterrupt: Ctrl-C was pressed; raised at the end of the step. This call's episodes are dropped, as after
-                TypeError.
+            KeyboardInterrupt: Ctrl-C was pressed. It is raised after the current step. This call's episodes are dropped, as
+                after TypeError.
             RolloutFailedError: see `on_error`.
             Exception: any other exception that `generate` raises.
         """

@@ -24,7 +24,7 @@ from rollout.sampling_params import SamplingParams, one_each, takes_options
 
 
 def rewards_differ(group: Sequence[Any]) -> bool:
-    """Return whether a group has different rewards, as GRPO needs; meant as the argument `keep`.
+    """Return whether a group's rewards differ; GRPO learns nothing from equal rewards. Meant as the argument `keep`.
 
     Args:
         group: `ScoredSample`s or episodes of one group; failed ones are ignored.
@@ -44,7 +44,7 @@ class PromptTask:
     metadata: Any = None
     """A msgpack-able object; the reward function reads it as `request.metadata`, and the batch has it in `metadata`."""
     sampling_params: SamplingParams | None = None
-    """The parameters for this prompt; None: the parameters of the call."""
+    """The parameters for this prompt; None means the parameters of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class ScoredSample:
 
     request: DynamicInferenceRequest
     reward: float | None
-    """The sample's reward; None: the sample failed."""
+    """The sample's reward; None if the sample failed."""
 
     @property
     def error(self) -> str | None:
-        """The reason why the sample failed; None: it did not fail."""
+        """The reason why the sample failed; None if it did not fail."""
         return self.request.error
 
 
@@ -66,10 +66,10 @@ class ScoredBatch(RolloutBatch):
     """The samples of the groups that were kept, with their rewards."""
 
     rewards: Tensor
-    """float32 [N]: the reward of each sample; NaN: the sample failed."""
+    """The reward of each sample, float32 [N]; NaN if the sample failed."""
 
     discarded_rewards: Tensor
-    """float32 [M]: rewards of the M samples in groups that this call has discarded. The mean over `rewards` and
+    """The rewards of the M samples in groups that this call discarded, float32 [M]. The mean over `rewards` and
     `discarded_rewards` is the policy's reward; the mean over `rewards` alone is biased.
     """
 
@@ -89,13 +89,13 @@ class ScoredGoal:
     most: int
     reward: Reward
     keep: Callable[[Sequence[ScoredSample]], bool] | None
-    """A function that returns whether a group is worth training on. None: every group is."""
+    """A function that returns whether a group is worth training on. If None, every group is."""
     discards_left: float
     """The number of groups that may still be discarded; once it is 0, every group is kept."""
     discard: Callable[[list[float | None]], None]
     """The function to call with the rewards of each discarded group."""
     too_old: Callable[[], set[int] | None]
-    """A function that returns the ids of groups that must also have finished; None: not known yet."""
+    """A function that returns the ids of groups that must also have finished, or None if they are not known yet."""
     _full: bool = False
     _pending: dict[int, Any] = field(default_factory=dict)
     """Group id → future of the group's rewards, if the reward function has `submit`."""
@@ -105,7 +105,7 @@ class ScoredGoal:
 
     def reached(self) -> bool:
         if self._full:
-            # Stay finished. This rank may still step for other ranks; the next call scores groups that finish then.
+            # Stay finished: this rank may still step for other ranks. Groups that finish then are scored by the next call.
             return True
         self._score()
         if len(self.groups.rewards) < self.number:
@@ -139,7 +139,7 @@ class ScoredGoal:
                 self.discard(rewards)
 
     def _ready(self, group_id: int, requests: Sequence[DynamicInferenceRequest]) -> Reward | None:
-        """Return a function that gives a group's rewards; None: other processes have not computed the rewards yet."""
+        """Return a function that returns a group's rewards, or None while other processes still compute them."""
         sound = [request for request in requests if request.error is None]
         if not hasattr(self.reward, "submit") or not sound:
             return self.reward
@@ -209,8 +209,8 @@ class Scoring:
     ) -> ScoredBatch:
         """Sample and score groups; block until `groups` of them are worth training on (DAPO's dynamic sampling).
 
-        A group is scored as soon as its last sample finishes, while others are still sampled. A group that `keep` rejects
-        is discarded, and another prompt starts in its place. On several ranks every rank calls it, as for `generate`.
+        A group is scored as soon as its last sample finishes, while other groups are still sampled. A group that `keep`
+        rejects is discarded, and another prompt replaces it. On several ranks, every rank calls this, as with `generate`.
 
         Args:
             tasks: prompts as in `generate`, or `PromptTask`s. From an iterator, only the tasks that are needed are taken.
@@ -219,11 +219,11 @@ class Scoring:
                 runs it in other processes.
             sampling_params: parameters for tasks that have none; `n` samples per prompt.
             groups: number of groups in the batch, unless the tasks run out.
-            max_groups: maximum number of groups in flight, including kept groups. If it is above `groups`, the call does
-                not wait for the slowest groups, which continue in the next call, after the weight update. None: `groups`.
-            keep: function of a finished group's `ScoredSample`s that returns whether the group counts. None: every group
+            max_groups: maximum number of groups in flight, including kept groups. If it is above `groups`, the call does not
+                wait for the slowest groups, which continue in the next call, after the weight update. None means `groups`.
+            keep: function of a finished group's `ScoredSample`s that returns whether the group counts. If None, every group
                 counts. A group with a failed sample always counts.
-            max_discarded: number of discarded groups after which every group counts. None: four times `groups`.
+            max_discarded: number of discarded groups after which every group counts. None means four times `groups`.
             on_error, progress, timeout_s, fields: as in `generate`.
 
         Returns:
@@ -265,7 +265,7 @@ class Scoring:
 
             goal = ScoredGoal(rounds.groups, drawn, begin, groups, most, reward, keep, bound, discard, too_old)
             try:
-                # Wait patiently if other processes compute the rewards: meanwhile there may be nothing to step.
+                # If other processes compute the rewards, wait for them even while there is nothing to sample.
                 elsewhere = hasattr(reward, "submit")
                 rounds.loop.run(goal, call="generate_scored", progress=progress, timeout_s=timeout_s, patient=elsewhere)
             except (KeyboardInterrupt, SystemExit):

@@ -1,6 +1,6 @@
-"""Thread-safe recorder of the metrics in `METRICS`.
+"""A thread-safe recorder of the metrics in `METRICS`, and the recorder of one manager.
 
-Counters, timers and summaries cover the interval since the previous snapshot; a gauge is the last value set.
+Counters, timers and summaries cover the interval since the last snapshot that reset them. A gauge is the last value set.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 NEWEST = 8192
-"""The number of newest values in an interval from which percentiles are computed."""
+"""The maximum number of values from which percentiles are computed: the newest values of the interval."""
 
 
 class _Summary:
     """The statistics of a stream of numbers in bounded memory.
 
-    Mean, maximum and share of non-zeros cover all values (float64), percentiles the newest `NEWEST`. A NaN value makes mean
-    and maximum NaN, and percentiles too while it is among the newest.
+    Mean, maximum and share of non-zeros cover all values (float64); percentiles cover the newest `NEWEST` values. A NaN
+    value makes the mean and the maximum NaN, and also the percentiles while it is among the newest values.
     """
 
     def __init__(self, stats: tuple[Statistic, ...]) -> None:
@@ -114,7 +114,7 @@ class MetricsRecorder:
             self._summaries[name].extend(flat)
 
     def enter_phase(self, phase: str | None) -> None:
-        """Count wall time from now on towards `phase`, one of `PHASES`; None: towards no phase."""
+        """Count wall time from now on towards `phase`, one of `PHASES`, or towards no phase if it is None."""
         with self._lock:
             self._account()
             self._phase = phase
@@ -130,10 +130,10 @@ class MetricsRecorder:
             self.enter_phase(before)
 
     def snapshot(self, reset: bool = True) -> dict[str, float]:
-        """Return metric name → value since the previous snapshot; `Kind` describes which names are present.
+        """Return a dict of metric name → value for the current interval; `Kind` documents which names are present.
 
         Args:
-            reset: whether to start a new interval. False: continue the current interval.
+            reset: whether to start a new interval afterwards.
         """
         with self._lock:
             self._account()
@@ -190,7 +190,7 @@ class RolloutMetrics(MetricsRecorder):
             recorder.phase(self, phase, before)
 
     def step(self, samples_missing: int) -> None:
-        """Record the size of the step and the gauges that have a peak. Called after every engine step; takes about 15 µs.
+        """Record the last step's size and the gauges that have a peak. Called after every engine step; takes about 15 µs.
 
         Args:
             samples_missing: number of samples that have not finished; those that are not running count as waiting.
@@ -235,8 +235,8 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/request_s", result.latency)
         for event in result.events:
             if event.type is DynamicInferenceEventType.ADD_CONTEXT:
-                # Take at least 0: the event's timestamp comes from the clock of the computing rank, which may be behind
-                # ours.
+                # Clamp at 0: the timestamp comes from the rank that computed the sample, whose clock may be behind this
+                # rank's.
                 self.observe("rollout/queue_s", max(0.0, event.timestamp - result.arrival_time))
                 return
 

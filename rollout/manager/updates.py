@@ -20,7 +20,7 @@ class Updates:
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self._step_began: float | None = None
-        """Seconds since the epoch at the last `before_optimizer_step` without a `weights_updated` after it."""
+        """Time of the last `before_optimizer_step`, in seconds since the epoch; None after the next `weights_updated`."""
 
     @contextmanager
     def _together(self, call: str) -> Iterator[None]:
@@ -45,14 +45,14 @@ class Updates:
         """Take the KV cache off the device; `generate` raises until `resume`.
 
         Args:
-            mode: `persist`, `offload` or `recompute`; None: the configured mode.
+            mode: `persist`, `offload` or `recompute`; None means the configured mode.
             keep_prefix_cache: whether to keep cached blocks that no request uses. Pass False if the weights will change.
         """
         with self._together("suspend"):
             return self._rounds.suspend(SUSPEND, mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache and allow generating again, also after `pause`. No effect on a running engine."""
+        """Restore the KV cache and allow generation again, also after `pause`. This has no effect on a running engine."""
         with self._together("resume"):
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 
@@ -74,10 +74,10 @@ class Updates:
     def before_optimizer_step(self, mode: Mode = None) -> None:
         """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
 
-        Waits until a `generate` on another thread has returned.
+        If `generate` runs on another thread, wait until it has returned.
 
         Args:
-            mode: `persist`, `offload` or `recompute`; None: the configured mode.
+            mode: `persist`, `offload` or `recompute`; None means the configured mode.
         """
         with self._rounds.turn("before_optimizer_step"):
             self._rounds.make_way(mode)
@@ -111,7 +111,7 @@ class Updates:
         """Enclose a change of the model's active adapters; use `trainer_hooks.peft.adapter`.
 
         Args:
-            what: name of the change, equal on all ranks, which wait for each other. None: wait for no other rank.
+            what: name of the change, equal on all ranks, which then wait for each other. If None, this rank does not wait.
 
         Raises:
             DeadlineError: some ranks have not made the same change; the message names them.
