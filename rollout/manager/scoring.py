@@ -66,10 +66,10 @@ class ScoredBatch(RolloutBatch):
     """The samples of the groups that were kept, with their rewards."""
 
     rewards: Tensor
-    """The reward of each sample, float32 [N]; NaN if the sample failed."""
+    """float32 [N]: the reward of each sample; NaN if the sample failed."""
 
     discarded_rewards: Tensor
-    """The rewards of the M samples in groups that this call discarded, float32 [M]. The mean over `rewards` and
+    """float32 [M]: rewards of the M samples in groups that this call discarded. The mean over `rewards` and
     `discarded_rewards` is the policy's reward; the mean over `rewards` alone is biased.
     """
 

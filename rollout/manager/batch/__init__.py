@@ -1,1 +1,1 @@
-"""Samples as tensors: padded, packed, as a tree of their prefixes; their images and scores."""
+"""Samples as tensors (padded, packed, or as a tree of their prefixes), with their images and scores."""

@@ -1,8 +1,8 @@
 """`RolloutBatch`: the samples of a `generate` call as padded tensors, packed tensors, and requests.
 
-Always true: row i is sample i, in the order of the prompts, with the samples of a prompt next to each other. A failed sample
-keeps its row, is masked out of `response_mask` and named in `errors`. Each row is prompt, completion and padding, in this
-order. A batch never changes. Its versions and log-probs come from the requests.
+Always true: row i is sample i. Samples are in the order of their prompts, samples of the same prompt next to each other. A
+failed sample keeps its row, but none of its tokens is in `response_mask`, and `errors` has the reason. Each row is prompt,
+completion and padding, in this order. A batch is immutable. Its versions and log-probs come from the requests.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PackedRollouts:
     """The L tokens of N rows of a batch, concatenated without padding between the rows.
 
     Other columns of the batch can be packed in the same order: `batch.kv_versions[batch.attention_mask.bool()]`. If L was
-    rounded up, the surplus after `cu_seqlens[-1]` is pad tokens with positions from 0, masked out, with sequence id -1 and
-    version -1.
+    rounded up, pad tokens start at index `cu_seqlens[-1]`. Their positions start at 0, they are not in `response_mask`, and
+    their sequence id and version are -1.
     """
 
     input_ids: Tensor
@@ -56,7 +56,7 @@ class PackedRollouts:
     """The length of the longest sequence."""
 
     response_mask: Tensor
-    """bool [L]: see `RolloutBatch.response_mask`; the same for the fields below."""
+    """bool [L]: see `RolloutBatch`, also for the fields below."""
 
     logprobs: Tensor
     """float32 [L]: log-prob of each sampled token."""
@@ -75,7 +75,7 @@ class PackedRollouts:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RolloutBatch:
-    """N samples, the longest of T tokens. Built by `from_requests`."""
+    """A batch of N samples, the longest of T tokens, built by `from_requests`."""
 
     requests: tuple[DynamicInferenceRequest, ...]
     """The N requests, one per sample. The parts of an interrupted request are merged into one."""
@@ -96,7 +96,7 @@ class RolloutBatch:
     """int64 [N, T]: 0, 1, 2 … in every row; 0 on padding."""
 
     response_mask: Tensor
-    """bool [N, T]: tokens that a loss may use: sampled by a request that did not fail, and not too stale."""
+    """bool [N, T]: the tokens that a loss may use: sampled, not too stale, and of a request that did not fail."""
 
     logprobs: Tensor
     """float32 [N, T]: log-prob of the token at the same index when it was sampled; 0 outside the completion.
@@ -116,7 +116,7 @@ class RolloutBatch:
     """int32 [N, T]: `policy_version` minus `kv_versions`; 0 on padding."""
 
     group_ids: Tensor
-    """int64 [N]: request id, which the samples of a prompt share."""
+    """int64 [N]: the request id, which all samples of a prompt share."""
 
     sample_indices: Tensor
     """int64 [N]: index of the row among its prompt's samples."""
@@ -129,32 +129,32 @@ class RolloutBatch:
 
     routed_experts: Tensor | None
     """int16 [N, T, layers, k]: the k experts chosen at each position, if `InferenceConfig.record_routes` is set; -1 on
-    padding and on the last token of a row, which has no route. None: no row has routes. See `rollout.replay`."""
+    padding and on the last token of a row, which has no route. None if no row has routes. See `rollout.replay`."""
 
     finish_reasons: list[str]
     """[N]: the value of each row's `FinishReason`."""
 
     texts: list[str | None]
-    """[N]: text of each completion; None: the request has no text."""
+    """[N]: text of each completion; None if the request has no text."""
 
     errors: list[str | None]
-    """[N]: "Type: message" of each failed sample; None: the sample did not fail."""
+    """[N]: "Type: message" of each failed sample; None if the sample did not fail."""
 
     metadata: list[Any]
     """[N]: the metadata given with each row's prompt."""
 
     images: BatchImages | None = None
-    """The images of the prompts; None: no row has images. See `model_inputs`."""
+    """The images of the prompts; None if no row has images. See `model_inputs`."""
 
     if not TYPE_CHECKING:
         __getattr__ = unknown_attribute
 
     kept_tokens: KeptSets | None = None
-    """The sets that completion tokens were drawn from: flat ids, and counts int32 [N, T]. None: not requested."""
+    """The sets that completion tokens were drawn from: flat ids, and counts int32 [N, T]. None if not requested."""
 
     token_values: Tensor | None = None
-    """float32 [N, T, k]: the k numbers per token from `RolloutManager(token_values=…)`; 0 outside the completion. None: the
-    option is not set.
+    """float32 [N, T, k]: the k numbers per token from `RolloutManager(token_values=…)`; 0 outside the completion. None if
+    the option is not set.
 
     The numbers for token t come from the hidden state at position t - 1, from which the token was sampled. For a value head,
     this is the value of the state before the token. The last token's own hidden state is never computed."""
@@ -178,11 +178,11 @@ class RolloutBatch:
             requests: finished, merged requests, one per sample, the samples of a prompt next to each other. May be empty.
             policy_version: current policy version of the weights.
             pad_token_id: token id that fills `input_ids` on padding.
-            max_staleness: completion tokens with a higher staleness are removed from `response_mask`. None: keep all.
-            device: device of the tensors. None: the CPU.
-            sampled: for each request bool [G], which marks the sampled ones among its G completion tokens. Other tokens are
-                not in `response_mask`. None: all were sampled.
-            image_layout: how the model finds images among its tokens; None: no images.
+            max_staleness: completion tokens with a higher staleness are removed from `response_mask`. None removes no token.
+            device: device of the tensors. None means the CPU.
+            sampled: for each request, bool [G] that marks which of its G completion tokens were sampled. Other tokens are
+                not in `response_mask`. None means that all were sampled.
+            image_layout: how the model finds images among its tokens; None means no images.
             fields_of_subclass: further fields of a subclass.
 
         Raises:
@@ -240,7 +240,7 @@ class RolloutBatch:
         (`pixel_values`, `image_grid_thw`, …), once per row, and token types if the model needs them.
 
         Args:
-            rows: the batch rows, as int64 indices or a slice. None: all.
+            rows: the batch rows, as int64 indices or a slice. None means all rows.
 
         Raises:
             ValueError: an image placeholder was sampled in one of the rows.
@@ -276,20 +276,20 @@ class RolloutBatch:
         """Run the trainer's forward pass and return differentiable log-probs of the tokens in `response_mask`.
 
         Log-probs are over the distributions that tokens were drawn from, with the temperature, penalties, biases and kept
-        tokens of the requests. With the weights that sampled, they equal `logprobs`. Logits are computed a tile at a time,
-        in the forward pass and again in the backward pass.
+        tokens of the requests. Under the weights that sampled the tokens, they equal `logprobs`. Logits are computed a tile
+        at a time, in the forward pass and again in the backward pass, so they are never all in memory.
 
         Args:
             model: a causal language model in transformers, or a wrapper of it (DDP, FSDP, PEFT).
             part: a tree or packed rows of this batch, from `tree`, `trees`, `packed` or `packs`; or the numbers of padded
-                rows, as int64 indices or a slice. None: all rows, padded.
-            temperature: divisor of the logits; log-probs are then over the whole vocabulary. None: the distributions that
+                rows, as int64 indices or a slice. None means all rows, padded.
+            temperature: divisor of the logits, for log-probs over the whole vocabulary. None means the distributions that
                 tokens were drawn from.
-            hidden: input of the LM head, [..., hidden size], if a forward pass of the part has already run. None: run the
-                model.
-            entropy: also return entropies, over the whole vocabulary.
-            top_k: also return the log-probs of this many most likely tokens, over the whole vocabulary. Or token ids, int64
-                [N, T, k] for the part's rows: return the log-probs of these tokens instead, such as a teacher's.
+            hidden: input of the LM head, [..., hidden size], if a forward pass of the part has already run. If None, the
+                model runs.
+            entropy: whether to return entropies too, over the whole vocabulary.
+            top_k: number of most likely tokens whose log-probs, over the whole vocabulary, are returned too. Or token ids,
+                int64 [N, T, k] for the part's rows, such as a teacher's; their log-probs are returned instead.
 
         Returns:
             Scores [N, T] of the part's rows.
@@ -317,16 +317,16 @@ class RolloutBatch:
             for rows, scores in batch.paths(model, max_tokens=4096):
                 loss_of(scores.logprobs, batch.logprobs[rows], advantages[rows]).backward()
 
-        Each row is yielded once, as soon as its tokens are computed, together with rows that end near it. Rows without
-        tokens in `response_mask` are skipped. Call backward before the next rows are yielded: a shared prefix collects the
-        gradients of all its branches, and its backward pass runs once. Gradients are complete when the loop ends. A loss may
-        use a row as a whole, but not rows of different iterations.
+        Each row is yielded once, as soon as its tokens are computed, with all rows that the same forward pass completes.
+        Rows without tokens in `response_mask` are skipped. Call backward before the next rows are yielded: a shared prefix
+        collects the gradients of all its branches, and its backward pass runs once. Gradients are complete when the loop
+        ends. A loss may use a row as a whole, but not rows of different iterations.
 
         Args:
             model: a model with `trainer_hooks.tree` attached. Under DDP or FSDP, where each backward pass belongs to one
                 forward pass, use `trees`.
             max_tokens: maximum number of tokens in a forward pass.
-            rows: the rows to train on, as int64 indices or a slice. None: all.
+            rows: the rows to train on, as int64 indices or a slice. None means all rows.
             temperature, entropy: see `scores_of`.
 
         Raises:
@@ -379,7 +379,7 @@ class RolloutBatch:
 
         Args:
             multiple_of: the number of tokens is rounded up to a multiple of this.
-            rows: the rows to pack, as int64 indices or a slice. None: all.
+            rows: the rows to pack, as int64 indices or a slice. None means all rows.
 
         Raises:
             ValueError: `multiple_of` is below 1, or rows of the batch have images.
@@ -391,7 +391,7 @@ class RolloutBatch:
                 "packed(): rows have images: train on batch.tree(), or on padded rows (batch.model_inputs())"
             )
         chosen = self._numbers(rows)
-        # Compute the indices once: on a device, every boolean index makes the host wait for its count.
+        # Compute the indices once: on a GPU, every boolean index makes the CPU wait for the number of selected tokens.
         real = self.attention_mask[chosen].flatten().nonzero()[:, 0]
         surplus = -len(real) % multiple_of
 
@@ -425,7 +425,7 @@ class RolloutBatch:
         routes, a common prefix ends where experts differ; `rollout.replay(packed, model)` replays the routes.
 
         Args:
-            rows: the rows to pack, as int64 indices or a slice. None: all.
+            rows: the rows to pack, as int64 indices or a slice. None means all rows.
 
         Raises:
             ValueError: an image placeholder was sampled in one of the rows.
@@ -444,7 +444,7 @@ class RolloutBatch:
         return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
-        """Yield trees of about equal size, of up to `max_tokens`, for gradient accumulation. Every row is in one tree.
+        """Yield trees of about equal size, each at most `max_tokens`, for gradient accumulation. Every row is in one tree.
 
         Groups stay whole: a group with more than `max_tokens` is a tree of its own. The groups in a tree are in batch order.
 
@@ -466,7 +466,8 @@ class RolloutBatch:
         return int(same.long().cumprod(0).sum())
 
     def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
-        """Yield packed rows in parts of about equal size, of up to `max_tokens`. Every row is in one part. See `packed`."""
+        """Yield packed rows (see `packed`) in parts of about equal size, each at most `max_tokens`. Every row is in one
+        part."""
         for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
             yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
 

@@ -13,13 +13,13 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """The sets that tokens of N rows were drawn from; the argument `kept` of `rollout.algorithms.replay_logprobs`."""
+    """The sets that N rows' tokens were drawn from; the argument `kept` of `rollout.algorithms.replay_logprobs`."""
 
     ids: Tensor
     """int32 [S]: the S token ids of all sets, row after row and token after token, ascending in each set."""
 
     counts: Tensor
-    """int32 [N, T]: number of ids in each token's set; 0: the token has no set. [L] in packed rollouts."""
+    """int32 [N, T]: number of ids in each token's set; 0 if the token has no set. The shape is [L] in packed rollouts."""
 
     def to(self, device: torch.device | str) -> KeptSets:
         """Return the same sets on `device`."""
@@ -38,12 +38,12 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
 
     def without(self, rows: Tensor) -> KeptSets:
-        """Return the sets without the sets of the rows that `rows`, bool [N], marks."""
+        """Return a copy in which the rows that `rows`, bool [N], marks have no sets."""
         kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
     def of_tokens(self, rows: Tensor, columns: Tensor) -> KeptSets:
-        """Return the sets of K single tokens, given by row [K] and column [K], in this order; their counts are [K]."""
+        """Return the sets of K single tokens, given by row [K] and column [K], in this order, with counts [K]."""
         sizes = self.counts.flatten().long()
         at = rows * self.counts.shape[1] + columns
         ends, lengths = sizes.cumsum(0)[at], sizes[at]

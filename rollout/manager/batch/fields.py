@@ -25,7 +25,7 @@ def fields_of(
     image_layout: ImageLayout | None,
     device: torch.device | str | None,
 ) -> dict[str, Any]:
-    """Return all fields of a batch but `policy_version` and `pad_token_id`; see `RolloutBatch.from_requests`."""
+    """Return all fields of a batch except `policy_version` and `pad_token_id`; see `RolloutBatch.from_requests`."""
     _check(rows)
     prompt_lengths = _integers(len(r.prompt_tokens) for r in rows)
     response_lengths = _integers(len(r.generated_tokens) for r in rows)

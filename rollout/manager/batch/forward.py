@@ -60,10 +60,10 @@ def read_scores(
 
     Args:
         shaping: keyword arguments for `rollout.algorithms.replay_logprobs`.
-        kept: the token sets that sampling was restricted to; None: sampling was not restricted.
-        hidden: input of the LM head, [..., hidden size], from a forward pass that has already run; None: run the model.
-        entropy: also compute entropies.
-        top_k: also compute the log-probs of this many most likely tokens, or of these tokens, int64 [N, T, k].
+        kept: the token sets that sampling was restricted to; None if sampling was not restricted.
+        hidden: input of the LM head, [..., hidden size], from a forward pass that has already run. If None, the model runs.
+        entropy: whether to compute entropies too.
+        top_k: number of most likely tokens whose log-probs are computed too; or int64 [N, T, k], the tokens to use instead.
     """
 
     def run(head: nn.Module) -> Tensor | None:
@@ -101,7 +101,7 @@ def read_scores(
 def distribution(
     requests: Sequence[DynamicInferenceRequest], kept: KeptSets | None, device: torch.device
 ) -> tuple[dict[str, Any], KeptSets | None]:
-    """Return the `replay_logprobs` arguments that restore the distributions of the requests' log-probs, and the kept sets.
+    """Return `replay_logprobs` arguments that reproduce the requests' recorded log-probs, and the kept sets to replay.
 
     Raises:
         ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.

@@ -1,6 +1,6 @@
 """The images of a batch, as arguments of the trainer's forward pass.
 
-Always true: the chosen rows have as many placeholders as their images have embeddings, or `inputs` raises.
+Always true: `inputs` raises unless the chosen rows have as many placeholders as their images have embeddings.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ImageLayout:
     Attributes:
         placeholder: token id of the image placeholder.
         tiled: whether a row's image tensors are [1, tiles, …].
-        video: token id of the video placeholder; None: no videos.
-        token_types: name of the forward pass's argument that marks the placeholders; None: the model has no such argument.
+        video: token id of the video placeholder; None if the model has no videos.
+        token_types: name of the forward pass's argument that marks the placeholders; None if the model has no such argument.
         bidirectional: whether positions of an image attend to each other in both directions.
-        rotary: function that returns rotary positions, which a batch does not keep; None: positions are as in text.
+        rotary: function that returns rotary positions, used only to build a batch; None if positions are as in text.
     """
 
     placeholder: int
@@ -49,10 +49,10 @@ class BatchImages:
     """The images of N rows, the longest of T tokens.
 
     Attributes:
-        tensors: the image tensors of each row's prompt, which the samples of a group share; None: the row has no images.
+        tensors: the image tensors of each row's prompt, which the samples of a group share; None if the row has no images.
         placeholders: uint8 [N, T], 1 at image placeholders, 2 at video placeholders, 0 elsewhere.
-        sampled: int64 [N], number of placeholders that were sampled, to which no image belongs.
-        rotary: int64 [3, N, T], positions in time, height and width; None: positions are as in text.
+        sampled: int64 [N], number of placeholders in each row that were sampled, so that no image belongs to them.
+        rotary: int64 [3, N, T], positions in time, height and width; None if positions are as in text.
     """
 
     layout: ImageLayout
@@ -70,10 +70,10 @@ class BatchImages:
         sampled: NDArray[np.bool_],
         device: torch.device | str | None,
     ) -> BatchImages | None:
-        """Collect the images of a batch; None: no row has an image.
+        """Collect the images of a batch; return None if no row has an image.
 
         Args:
-            images: the images of each row; None: the row has no images.
+            images: the images of each row; None if the row has no images.
             input_ids: [N, T], padded on the right.
             sampled: bool [N, T], the tokens that were sampled.
         """
@@ -143,7 +143,7 @@ class BatchImages:
             return whole
 
         marked = packed.input_ids[0, packed.input_ids[0] < 0].tolist()
-        # Order the images as in the tree, in which rows that begin differently are apart.
+        # Order the images as their placeholders appear in the tree, which sorts the rows.
         shown = [numbers[-1 - mark] for mark in dict.fromkeys(marked)]
         inputs = self._pixels(shown, joined=True) if shown else {}
         if self.layout.token_types is not None:
@@ -188,7 +188,7 @@ class BatchImages:
         """Concatenate the image tensors of rows.
 
         Args:
-            joined: lay the tensors out as if one row had all the images.
+            joined: whether to lay the tensors out as if one row had all the images.
         """
         chosen = [self.tensors[row] for row in rows]
         named = [each for each in chosen if each is not None]
@@ -197,7 +197,7 @@ class BatchImages:
             parts = [each[name] for each in named if name in each]
             tiled = self.layout.tiled and named[0][PIXELS].ndim == TILED_DIMENSIONS
             whole = _tiled(parts, [each is not None for each in chosen]) if tiled else _filled(name, parts)
-            # Join the tiles, including surplus tiles: those are zeros, which models ignore.
+            # Joining surplus tiles is harmless: they are zeros, which models ignore.
             found[name] = (whole.flatten(0, 1)[None] if tiled and joined else whole).to(self.placeholders.device)
         return found
 
@@ -205,7 +205,7 @@ class BatchImages:
 def _rotary(
     rotary: Rotary, images: Sequence[ImageInputs | None], input_ids: NDArray[np.int64], kinds: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
-    """Return the rotary positions [3, N, T]; None: positions are as in text."""
+    """Return the rotary positions [3, N, T], or None if positions are as in text."""
     count, width = input_ids.shape
     found = np.broadcast_to(np.arange(width), (3, count, width)).copy()
     before: tuple[int, int] | None = None

@@ -1,9 +1,9 @@
-"""Trees that are too large for one forward pass: segment by segment in depth-first order, in the memory of one path.
+"""Training on a tree that is too large for one forward pass, in the memory of one path from root to leaf.
 
-A segment is a range of the tree's tokens: a chain that later segments continue, or small whole subtrees. A segment's forward
-pass attends to the keys and values of the segments on the path to the root. Its backward pass runs once no later segment
-continues it, and takes the gradients that all branches have added to the segment's keys, values and log-probs. Every token
-is computed once.
+The tree is computed in segments, in depth-first order. A segment is a range of the tree's tokens: a chain that later
+segments continue, or small whole subtrees. A segment's forward pass attends to the keys and values of the segments on the
+path to the root. Its backward pass runs once no later segment continues it, with the gradients that all branches have added
+to the segment's keys, values and log-probs. Every token is computed once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Span(NamedTuple):
 
 @dataclass(eq=False)
 class _Segment:
-    """A computed span on the path of the next span."""
+    """A computed span on the path from the root to the next span."""
 
     span: _Span
     places: Tensor
@@ -72,7 +72,7 @@ def along_paths(
     Args:
         part: the tree as input of a single forward pass.
         max_tokens: maximum number of tokens in a segment.
-        read: function of a part and of the tree rows in it that runs the part's forward pass and returns the scores.
+        read: function (part, the tree rows in it) that runs the part's forward pass and returns its scores.
 
     Raises:
         ValueError: `max_tokens` is below 1; or the tree has images or routes.
@@ -137,7 +137,7 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
-    """Return the spans of a tree in order. Among the keys, a span comes after its path and begins at a kernel block."""
+    """Return the spans of a tree in order. A span's keys follow its path's keys and start at a kernel block."""
     spans: list[_Span] = []
     path: list[_Span] = []
     for start, stop in _segments(ends, depths, limit):
@@ -155,7 +155,7 @@ def _keys(path: list[_Span], ends: NDArray[np.int64], depths: NDArray[np.int64])
     keys = np.zeros((2, own.place + own.stop - own.start), np.int32)
     for start, stop, at, _ in path:
         # Renumber subtree ends from the last span's first token. Clamp the ends before it to 0: the last span does not
-        # attend to subtrees that have ended.
+        # attend to subtrees that finish before it.
         keys[0, at : at + stop - start] = np.maximum(ends[start:stop] - own.start + own.place, 0)
         keys[1, at : at + stop - start] = depths[start:stop]
     return keys[None, None]

@@ -1,4 +1,4 @@
-"""`with replay(batch, model):` makes the model's routers choose the experts that the rollout chose.
+"""The context manager `replay`, in which a model's routers choose the experts that were chosen during sampling.
 
 Rows of the trainer's forward pass are found in the batch by their tokens. They may be any rows in any order, padded on the
 left or the right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward pass of a prefix
@@ -44,8 +44,9 @@ Routed = RolloutBatch | RoutedRows | PackedTree
 def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
     """Let the routers of `model` choose, inside the block, the experts recorded in `batch.routed_experts`.
 
-    Gradient checkpointing computes the routers again in the backward pass. Then run the backward pass inside the block too,
-    before the next forward pass. Padding and the last token of a row, which have no routes, are routed live.
+    Gradient checkpointing computes the routers again in the backward pass. If you use it, run the backward pass inside the
+    block too, before the next forward pass. Routers choose by themselves for padding and for the last token of a row, which
+    have no routes.
 
     Args:
         batch: a `RolloutBatch` from an engine with `InferenceConfig(record_routes=True)`; for the forward pass of a tree,
@@ -230,7 +231,7 @@ class _Alignment:
         """Check that the block is not left before the backward pass of a checkpointed forward pass.
 
         Raises:
-            RuntimeError: the block is left too early; the backward pass would route live.
+            RuntimeError: the block is left too early; routers would then choose by themselves in the backward pass.
         """
         checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         if checkpointed and model.training and self._forwards and not self._recomputed:

@@ -1,6 +1,4 @@
-"""Log-probs, entropies and most likely tokens of given sequences, computed by the engine: `RolloutManager.score`,
-`rollout.score`.
-"""
+"""The scoring of given sequences by the engine: log-probs, entropies and most likely tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from rollout.sampling_params import FILTERS, PENALTIES, SamplingParams
 Sequences = Sequence[Sequence[int] | Tensor]
 
 ENTROPY_ROWS = 256
-"""The number of rows of logits that are divided by their temperatures at a time."""
+"""The number of logit rows whose entropies are computed at a time, which bounds the memory for them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,23 +43,23 @@ class TokenScores:
 
     entropies: Tensor | None
     """float32 [N, T]: entropies in nats of softmax(logits / temperature), over the whole vocabulary; 0 outside of `mask`.
-    None: not requested."""
+    None if not requested."""
 
     top_ids: Tensor | None
-    """int64 [N, T, k]: ids of the k most likely tokens, most likely first; -1 outside of `mask`. None: not requested."""
+    """int64 [N, T, k]: ids of the k most likely tokens, most likely first; -1 outside of `mask`. None if not requested."""
 
     top_logprobs: Tensor | None
-    """float32 [N, T, k]: log-probs of `top_ids`, over the whole vocabulary; 0 outside of `mask`. None: not requested."""
+    """float32 [N, T, k]: log-probs of `top_ids`, over the whole vocabulary; 0 outside of `mask`. None if not requested."""
 
     policy_version: int
     """The policy version of the weights that computed the scores."""
 
     staleness: Tensor | None
-    """int32 [N, T]: number of weight updates between the sampling and the scoring of a token; 0 outside of `mask`. None: the
-    tokens are not from a batch of this engine."""
+    """int32 [N, T]: number of weight updates between the sampling and the scoring of a token; 0 outside of `mask`. None if
+    the tokens are not from a batch of this engine."""
 
     adapters: str
-    """The names of the model's active adapters and of the adapters that rows request; "none": no adapter."""
+    """The names of the model's active adapters and of the adapters that rows request; "none" without an adapter."""
 
     def __repr__(self) -> str:
         return (
@@ -87,7 +85,7 @@ def score(
     Args:
         model: a causal language model in transformers.
         rollouts, prompt_lengths, temperature, top_k, entropy: see `RolloutManager.score`.
-        config: options of the engine. None: defaults, with a KV pool for the longest sequence and a step of 2048 tokens.
+        config: the engine's options. None means defaults, with a KV pool for the longest sequence and steps of 2048 tokens.
 
     Raises:
         UnsupportedModelError: see `DynamicInferenceEngine`.
@@ -133,12 +131,13 @@ class Scorer:
             rollouts: a batch, of which the tokens in `response_mask` are scored; or the token ids of each sequence, as lists
                 or as the output of one tokenizer call, whose padding is dropped.
             prompt_lengths: for token ids, the prompt length of all sequences or of each; tokens after the prompt are scored.
-                None: score all tokens but the first.
-            temperature: divisor of the logits; log-probs are then over the whole vocabulary. None: 1 for token ids; for a
-                batch the distribution of `batch.logprobs`, with each row's own temperature and kept tokens.
-            top_k: also return this number of most likely tokens at each position.
-            entropy: also return entropies.
-            adapter: name of a loaded LoRA adapter for all rows. None: each row's adapter, or the model's active adapters.
+                If None, all tokens but the first are scored.
+            temperature: divisor of the logits, for log-probs over the whole vocabulary. None means 1 for token ids, and for
+                a batch the distributions of `batch.logprobs`, with each row's own temperature and kept tokens.
+            top_k: number of most likely tokens to return at each position too.
+            entropy: whether to return entropies too.
+            adapter: name of a loaded LoRA adapter for all rows. None means each row's adapter or the model's active
+                adapters.
 
         Raises:
             InvalidRequestError: a sequence is empty or too long, or has an unknown token id or adapter.
@@ -179,13 +178,13 @@ class _Plan:
     temperature: NDArray[np.float32]
     """[N]: the divisor of each row's logits."""
     replayed: list[SamplingParams | None]
-    """[N]: the sampling parameters of rows whose log-probs are over the sampling distribution; None: over all tokens."""
+    """[N]: the sampling parameters of rows whose log-probs are over the sampling distribution; None for other rows."""
     top_k: int
     entropy: bool
     images: list[ImageInputs | None]
-    """[N]: the images of each sequence; None: the sequence has no images."""
+    """[N]: the images of each sequence; None if the sequence has no images."""
     adapters: list[str | None]
-    """[N]: the name of each row's loaded LoRA adapter; None: the model's active adapters."""
+    """[N]: the name of each row's loaded LoRA adapter; None means the model's active adapters."""
 
     @classmethod
     def of(

@@ -1,10 +1,10 @@
 """Prefix-tree packing: every common prefix of batch rows is packed, and so trained, once.
 
-A hidden state depends only on the tokens up to its position and their recorded experts, so rows with the same beginning
-share it. Tokens are in depth-first order of the tree of all prefixes: a token is followed by its subtree, which contains
-every token that continues it. Hence token q attends to token k iff k <= q < end[k], where end[k] is the index after k's
-subtree (and, in a sliding window, iff position[q] - position[k] < window). `rollout.engine.kernels.tree_attention` computes
-this attention.
+A hidden state depends only on the tokens up to its position and their recorded experts, so rows with a common prefix share
+the hidden states of the prefix. Tokens are in depth-first order of the tree of all prefixes: a token is followed by its
+subtree, which contains every token that continues it. Hence token q attends to token k iff k <= q < end[k], where end[k] is
+the index after k's subtree (and, in a sliding window, iff position[q] - position[k] < window).
+`rollout.engine.kernels.tree_attention` computes this attention.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class PackedTree:
     """int64 [N, T]: index in the tree of the token before each wanted token, whose logits predict it; 0 elsewhere."""
 
     routed_experts: Tensor | None = None
-    """int16 [1, L, layers, k]: the k experts recorded for each token; -1: no route. `rollout.replay` reads this field. None:
-    no routes were recorded."""
+    """int16 [1, L, layers, k]: the k experts recorded for each token; -1 if it has no route. `rollout.replay` reads this
+    field. None if no routes were recorded."""
 
     image_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """The image arguments of the forward pass: image tensors (once per image of a prompt), token types, and `position_ids`
     [4, 1, L] (place in the row, time, height, width), as far as the model has them."""
 
     unrouted: Tensor | None = None
-    """int64: numbers of batch rows with trained tokens that lack routes; None: not checked."""
+    """int64: numbers of the batch rows that have trained tokens and lack routes; None if this was not checked."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
@@ -101,8 +101,9 @@ class PackedTree:
         Args:
             model: a model with `trainer_hooks.tree` attached, or a wrapper of such a model.
             temperature: divisor of the logits.
-            entropy: also return entropies.
-            top_k: also return the log-probs of this many most likely tokens, or of these tokens, int64 [N, T, k].
+            entropy: whether to return entropies too.
+            top_k: number of most likely tokens whose log-probs are returned too; or int64 [N, T, k], the tokens to use
+                instead.
 
         Raises:
             EngineStateError: see `inputs`.
@@ -114,8 +115,8 @@ class PackedTree:
         """Return the tree as input of a forward pass.
 
         Args:
-            input_ids: token ids of the rows, int64 [N, T]; None: the token ids in the tree.
-            mask: bool [N, T]: which of the wanted tokens are requested; None: all.
+            input_ids: token ids of the rows, int64 [N, T]; None means the token ids in the tree.
+            mask: bool [N, T], True on the wanted tokens that are requested; None means all wanted tokens.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
         return Part(self.inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors)
@@ -134,7 +135,7 @@ def pack_tree(
         input_ids: int64 [N, T], padded anywhere.
         real: bool [N, T], False on padding.
         wanted: bool [N, T], tokens whose log-probs will be requested. A row's first token has none and is left out.
-        rows: int64 [N], the rows' numbers in a larger batch; None: 0, 1, 2, …
+        rows: int64 [N], the rows' numbers in a larger batch; None means 0, 1, 2, …
         routed_experts: int16 [N, W, layers, k], the k experts of each row's first W tokens, where W is at least the longest
             row's length. Rows then share a prefix as far as both tokens and experts are the same.
 
@@ -203,7 +204,7 @@ class _Forest(NamedTuple):
     parents: NDArray[np.int64]
     """The index of each token's parent; -1 for a root."""
     routes: NDArray[np.int16] | None
-    """[L, layers, k]: the experts recorded for each token; None: not recorded."""
+    """[L, layers, k]: the experts recorded for each token; None if they were not recorded."""
 
 
 def _depth_first(tokens: NDArray[np.int64], lengths: NDArray[np.int64], routes: NDArray[np.int16] | None) -> _Forest:

@@ -1,8 +1,8 @@
 """`EpisodeBatch`: a `RolloutBatch` whose rows are multi-turn histories.
 
-A turn extends a row if its prompt begins with all tokens of that row and its temperature and truncation are the same.
-Any other turn, for example after the history was edited, starts a new row. Always true: every sampled token is marked
-in exactly one row, in which it follows exactly the tokens that the model saw.
+A turn extends a row if its prompt starts with all tokens of that row and its temperature and truncation are the same. Any
+other turn, for example after the history was edited, starts a new row. Always true: every sampled token is marked in exactly
+one row, in which it follows the same tokens as when it was sampled.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return the kept-token sets of a completion, or None if a turn has none. The set of an unsampled token is itself."""
+    """Return the kept-token sets of a completion, or None if a turn has none. The set of an unsampled token is {token}."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
@@ -148,9 +148,9 @@ def _spans(versions: NDArray[np.int64]) -> VersionSpans:
 class EpisodeBatch(RolloutBatch):
     """A batch of E episodes in N rows. Episodes of a task are next to each other.
 
-    An episode has one row, and one more for every branch: a turn whose prompt does not begin with all of an earlier turn.
+    An episode has one row, and one more for every branch: a turn whose prompt does not start with a whole earlier turn.
     `response_mask` marks every sampled token once, in the row in which it was sampled; prompts, tool results and tokens
-    that another row has marked are context. Rows of a failed episode are masked out and named in `errors`.
+    marked in another row are only context. A failed episode has no marked token, and its rows have the reason in `errors`.
     """
 
     episodes: tuple[Episode, ...]
@@ -160,7 +160,7 @@ class EpisodeBatch(RolloutBatch):
     """int64 [N]: index of the row's episode in `episodes`. `advantages[episode_ids]` expands advantages [E] to rows [N]."""
 
     rewards: Tensor
-    """float32 [E]: the reward of each episode; NaN: the episode failed."""
+    """float32 [E]: the reward of each episode; NaN if the episode failed."""
 
     @classmethod
     def from_episodes(

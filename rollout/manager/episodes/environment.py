@@ -36,7 +36,7 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
-        """Begin the episode; return the first prompt."""
+        """Start the episode; return the first prompt."""
 
     def step(self, turn: DynamicInferenceRequest) -> StepResult | Awaitable[StepResult]:
         """Answer a completion, which is in `turn.generated_tokens` and `turn.generated_text`."""
@@ -60,7 +60,7 @@ class EnvironmentTask:
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
-    """Return a coroutine function that plays an environment; `TypeError` if `environment` is of neither kind."""
+    """Return a coroutine function that plays an episode in `environment`; `TypeError` if it cannot be played."""
     name = getattr(environment, "__qualname__", type(environment).__qualname__)
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")

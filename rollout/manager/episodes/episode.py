@@ -22,9 +22,9 @@ class Episode:
         task: the task, as given to `run`.
         group_id: the id that all episodes of a task share.
         index: index among the episodes of the task.
-        turns: finished completions in the order of their requests, each with the prompt that the model saw.
-        reward: reward of the whole episode; None: not known yet, or the episode failed.
-        error: "Type: message" of the failure; None: the episode has not failed.
+        turns: finished completions in the order of their requests, each with its whole prompt.
+        reward: reward of the whole episode; None if it is not known yet or the episode failed.
+        error: "Type: message" of the failure; None if the episode has not failed.
         ended: whether the episode has finished, after which it cannot sample.
         info: a dict for the environment's own data, which this package never changes.
     """
@@ -78,25 +78,25 @@ class Episode:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids of the last turn's prompt and completion, with which the next prompt usually begins."""
+        """The token ids of the last turn's prompt and completion, with which the next prompt usually starts."""
         last = self._turns[max(self._turns)] if self._turns else None
         return [] if last is None else [*last.prompt_tokens, *last.generated_tokens]
 
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DynamicInferenceRequest:
         """Sample the next completion of this episode, as `RolloutManager.sample` does.
 
-        Concurrent calls are branches of the episode. A prompt that begins with the whole last turn continues that turn, and
-        finds its KV in the prefix cache. Any other prompt (an edited history) starts another row of the batch.
+        Concurrent calls are branches of the episode. A prompt that starts with the whole last turn continues that turn and
+        can reuse its KV from the prefix cache. Any other prompt (an edited history) starts another row of the batch.
 
         Args:
             prompt: a prompt as in `RolloutManager.generate`, often `[*episode.tokens, *observation]`.
-            sampling_params: parameters of this completion; None: the parameters of `run`. If they have no seed, the seed is
-                derived from the episode and the turn, so that completions do not depend on how fast tools answer.
+            sampling_params: parameters of this completion; None means the parameters of `run`. If they have no seed, the
+                seed is derived from the episode and the turn, so that completions do not depend on how fast tools answer.
 
         Raises:
             InvalidRequestError: the prompt can never be served, for example because it is too long.
             RequestError: the completion failed. The episode may continue.
-            EngineStateError: the episode has ended, for instance by its deadline.
+            EngineStateError: the episode has already finished, for instance because its deadline has passed.
         """
         if self.ended:
             raise EngineStateError(

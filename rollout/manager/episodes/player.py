@@ -1,10 +1,10 @@
-"""Plays groups of episodes. Environments run on a private event loop, completions on the thread that steps the engine.
+"""The player of episode groups. Environments run on an event loop; the thread that steps the engine computes completions.
 
     loop thread       coroutines of the environments: await tools, await episode.sample()
-    stepping thread   begins groups, makes steps, checks deadlines, returns groups
+    stepping thread   starts groups, makes steps, checks deadlines, returns groups
 
-Always true: every started episode finishes once, with a reward or an error; its failure does not affect others; an
-environment cannot change its episode after the end.
+Always true: every started episode finishes once, with a reward or an error. Its failure does not affect other episodes.
+After that, an environment cannot change its episode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXIT_S = 5.0
 """Longest wait, in seconds, for environments that block their event loop when the manager is closed or the process exits."""
 
 _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default=())
-"""The players whose environments the current code runs in. Tasks and threads (`asyncio.to_thread`) inherit the value."""
+"""The players whose environments run the current code. Tasks and threads (`asyncio.to_thread`) inherit the value."""
 
 
 class EpisodePlayer:
@@ -65,7 +65,7 @@ class EpisodePlayer:
         """Group id → playing time, in seconds, at which episodes must have finished, for groups with a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
-        # Guard the end of an episode, which its coroutine and its deadline may both attempt.
+        # Guard the finishing of an episode: its coroutine and its deadline may both try to finish it.
         self._ending = threading.Lock()
         self._broken: BrokenEnvironmentError | None = None
         self._logged: set[type[BaseException]] = set()
@@ -79,7 +79,7 @@ class EpisodePlayer:
     # --- methods for the stepping thread --------------------------------------------------------------------------
 
     def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
-        """Start n episodes of a task; return the group id. `timeout_s`: playing time in seconds; None: no deadline."""
+        """Start n episodes of a task; return the group id. They fail after `timeout_s` seconds of play, unless None."""
         number = self.next_number
         self.next_number += 1
         seed = self._seed if params.seed is None else params.seed
@@ -115,7 +115,7 @@ class EpisodePlayer:
                     self._cancel(late)
 
     def take_broken(self) -> BrokenEnvironmentError | None:
-        """Return and clear the error of an environment that cannot be played at all; None: there is no such error."""
+        """Return and clear the error of an environment that cannot be played at all, or return None."""
         broken, self._broken = self._broken, None
         return broken
 
@@ -142,7 +142,7 @@ class EpisodePlayer:
             self.unfinished.discard(number)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest version of a token sampled in a finished turn) for unfinished groups with such a token."""
+        """Yield (group id, oldest policy version of its sampled tokens) for unfinished groups with a finished turn."""
         for number in list(self.unfinished):
             turns = (turn for episode in self._groups[number] for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
@@ -165,7 +165,7 @@ class EpisodePlayer:
         return self._loop is not None and self._loop.inside
 
     def refuse_inside(self, call: str) -> None:
-        """Check that the caller is not an environment: it would wait for `run`, which waits for the environment.
+        """Check that the caller is not an environment, which would wait for `run` while `run` waits for it.
 
         Args:
             call: name of the called method, for the message.

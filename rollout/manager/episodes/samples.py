@@ -26,13 +26,13 @@ class OpenSample:
     tokens: list[int]
     params: SamplingParams
     owner: int | None
-    """The group whose staleness includes the sample's tokens; None: staleness is not tracked."""
+    """The group whose staleness includes the sample's tokens; None if staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
-    """The request's id in the backend; None: not queued yet."""
+    """The request's id in the backend; None before the request is queued."""
 
     def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
-        """Give the finished request or the error to the caller; no effect if the caller has cancelled."""
+        """Give the finished request or the error to the caller. This has no effect if the caller has cancelled."""
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.future.set_exception(outcome)
@@ -74,7 +74,7 @@ class OpenSamples:
             tokens: token ids of the prompt.
             params: parameters with n = 1.
             keep: function that gets the result on the stepping thread, before the caller gets it.
-            owner: group whose staleness includes the completion's tokens; None: staleness is not tracked.
+            owner: group whose staleness includes the completion's tokens; None if staleness is not tracked.
 
         Raises:
             RolloutError: the completion failed. The message gives the reason.
