@@ -35,7 +35,7 @@ def group_advantages(
         rewards: [N], the reward of each of N samples, of any number type.
         group_ids: integer [N], in any order; samples with equal ids are one group, of any size.
         kind: the formula.
-        valid: bool [N], the samples that count. None: all. The other samples get 0 and do not affect their group; their
+        valid: bool [N], the samples that count. None means all. The other samples get 0 and do not affect their group; their
             rewards may be NaN.
         eps: a small number above 0 that keeps the division finite; TRL uses 1e-4.
 

@@ -84,9 +84,9 @@ def importance_weights(
         rollout_logprobs: the sampler's log-probs, floating [N, T].
         mask: bool [N, T], usually `RolloutBatch.response_mask`.
         level: how ρ is aggregated. Unless it is "token", all tokens of a row have the same weight.
-        cap: the largest weight; math.inf: no truncation. TRL uses 3, verl 2.
-        detach: whether weights are constants to autograd. False: gradients flow to both log-probs, except through truncated
-            weights.
+        cap: the largest weight; math.inf means no truncation. TRL uses 3, verl 2.
+        detach: whether weights are constants to autograd. If False, gradients flow to both log-probs, except through
+            truncated weights.
 
     Returns:
         The weights, float32 [N, T], with 0 at masked positions.
@@ -118,7 +118,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
 
     Args:
         weights: weights of at least 0, floating, of any shape.
-        mask: bool of the same shape, the weights to include. None: all.
+        mask: bool of the same shape, the weights to include. None means all.
         normalized: whether to divide by the number of included weights, which gives a number in [0, 1].
 
     Returns:
@@ -153,8 +153,7 @@ def ratio_mask(
                    see `importance_weights`; TRL's `sequence_mask` uses high = 3
         geometric  ρ = exp(ΣΔ / number of tokens), drops the row. verl `rollout_rs="geometric"`: within 1e-3 of 1
 
-    The other arguments and the errors are the same as for `importance_weights`. It also raises ValueError unless
-    0 <= low < high.
+    The other arguments and the errors are as in `importance_weights`. ValueError is also raised unless 0 <= low < high.
 
     Returns:
         The reduced mask, bool [N, T]. Entries with a NaN ratio are kept.

@@ -1,10 +1,10 @@
 """Log-probs under the sampling distribution: softmax over the tokens that top_k, top_p and min_p kept.
 
-Truncated sampling renormalises over sets of tokens that the trainer does not have. Without these sets, the ratio between
-trainer and sampler is the probability of the kept tokens, and the product over a completion shrinks with the length.
-DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, section 3.1 ("Keep Sampling Mask").
+Truncated sampling renormalises over sets of tokens that the trainer does not have. Without these sets, the ratio of trainer
+to sampler probability is the total probability of the kept tokens, and its product over a completion shrinks with the
+length. DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, section 3.1 ("Keep Sampling Mask").
 
-Always true: only the logits of kept tokens are read. Other memory is a few numbers per kept token.
+Always true: for a token with a set, only the logits of the set are read. Other memory is a few numbers per kept token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.algorithms.importance import check_floating, check_integer, check_m
 PerRow = float | Tensor
 """One value for all rows, or one per row, floating [N]."""
 Biases = Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
-"""Token id → value that is added to the token's logit: one mapping for all rows, or one per row. None: no bias."""
+"""Token id → value that is added to the token's logit: one mapping for all rows, or one per row. None means no bias."""
 
 
 class LogitReader(Protocol):
@@ -76,19 +76,20 @@ def replay_logprobs(
     """Compute each token's log-prob under the trainer's logits, renormalised over the set that the token was drawn from.
 
     The result is differentiable. Logits are shaped as in the sampler: bias, repetition, presence and frequency penalty,
-    temperature, then the set. With the weights that sampled, the result equals `RolloutBatch.logprobs`.
+    temperature, then the set. Under the weights that sampled the tokens, the result equals `RolloutBatch.logprobs`.
 
     Args:
         logits: floating [N, T, V] from a forward pass over `input_ids` (N rows of T tokens, V logits for each): column t
             predicts token t + 1. With `predictors`, [K, V] or a `LogitReader`.
         kept: `RolloutBatch.kept_tokens`: (ids, counts). ids, integer [S], are the ids of all sets, row after row and
-            ascending in each set. counts, integer [N, T], are the sizes; 0: the token has no set, any token could be drawn.
+            ascending in each set. counts, integer [N, T], are the set sizes; 0 for a token without a set, which was drawn
+            from all tokens.
         input_ids: int64 [N, T]; an id outside of the vocabulary is padding, which does not count for penalties.
         mask: bool [N, T], the tokens whose log-probs are computed, usually `RolloutBatch.response_mask`.
         temperature: divisor of the logits, above 0.
         logit_bias, repetition_penalty, presence_penalty, frequency_penalty: as in `SamplingParams`.
         prompt_lengths: int64 [N], the number of prompt tokens in each row; required for penalties.
-        predictors: int64 [N, T], the row of `logits` that predicts each token. None: `logits` are [N, T, V].
+        predictors: int64 [N, T], the row of `logits` that predicts each token. None if `logits` are [N, T, V].
 
     Returns:
         float32 [N, T] (float64 for float64 logits), with 0 outside of `mask` and -inf for a token that is not in its set.

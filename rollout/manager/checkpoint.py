@@ -86,8 +86,7 @@ def load(state: Any, rounds: Rounds) -> int:
 
     Raises:
         SerializationError: `state` is not a saved state, or it has another format. The message names the field.
-        ConfigError: the state belongs to another model, the engine's policy version is later, or the journal lacks the
-            checkpoint.
+        ConfigError: the state belongs to another model, the engine's version is later, or the journal lacks the checkpoint.
         InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
     """
     loaded, engine, backend, journal = _decode(state), rounds.engine, rounds.backend, rounds.loop.journal

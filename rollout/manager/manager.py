@@ -62,8 +62,7 @@ class RolloutManager:
             default options. False: each rank computes only its own groups. This option has no effect on a single rank.
         journal: this rank's file of groups that have finished since the last checkpoint; the caller closes it. `state_dict`
             starts a new file. After `load_state_dict`, groups in the journal are not computed again. To get one that was
-            submitted after the checkpoint, submit the same prompt, parameters and metadata. Use another manager for
-            evaluation.
+            submitted after the checkpoint, submit the same prompt, parameters and metadata. Evaluate with another manager.
         clock: function that returns monotonic time in seconds; tests replace it.
 
     Raises:

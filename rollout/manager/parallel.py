@@ -78,8 +78,7 @@ class LockstepLoop(RunLoop):
                             left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                # Tell the other ranks that this rank leaves. If the last round is over, they have stopped waiting for
-                # messages.
+                # Tell the other ranks that this rank leaves. If the last round is over, they no longer wait for messages.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)

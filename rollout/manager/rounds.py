@@ -39,8 +39,7 @@ class StalenessPacer:
     """A pacer that chooses the unfinished groups that `generate` with `min_groups` has to wait for.
 
     A round is the time between two such calls, and is assumed to have as many weight updates as the last round. A group in
-    flight ages by that many versions before it can be returned. If it would then exceed `max_staleness`, it has to finish
-    first.
+    flight ages by that many versions before it is returned. If it would then exceed `max_staleness`, it must finish first.
     """
 
     def __init__(self, max_staleness: int | None, updates_per_round: int = 1) -> None:

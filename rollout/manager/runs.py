@@ -139,8 +139,7 @@ class EpisodeRuns:
         """Play multi-turn episodes; block until they finish. While an episode waits for a tool, other episodes are sampled.
 
         Episodes that are unfinished when `run` returns or raises stay in flight: tools keep running, and completions
-        continue in the next call, under the weights of that call. On several ranks, every rank calls `run`, as with
-        `generate`.
+        continue in the next call, under that call's weights. On several ranks, every rank calls `run`, as with `generate`.
 
         Args:
             tasks: the tasks; each becomes a group of n episodes. A list's tasks all start at once, an iterator's tasks as

@@ -235,8 +235,7 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/request_s", result.latency)
         for event in result.events:
             if event.type is DynamicInferenceEventType.ADD_CONTEXT:
-                # Clamp at 0: the timestamp comes from the rank that computed the sample, whose clock may be behind this
-                # rank's.
+                # Clamp at 0: the timestamp is from the rank that computed the sample, whose clock may be behind this rank's.
                 self.observe("rollout/queue_s", max(0.0, event.timestamp - result.arrival_time))
                 return
 

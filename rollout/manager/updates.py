@@ -99,8 +99,7 @@ class Updates:
         if engine.state is not EngineState.STOPPED:
             with engine.locked():
                 engine.weights_updated()
-                # Ignore a failed write to the journal: the weights have changed in any case, and the next call writes
-                # these groups.
+                # Ignore a failed write to the journal: the weights have changed in any case, and the next call tries again.
                 with suppress(JournalError):
                     rounds.loop.take_ended()
             rounds.loop.sync_metrics()

@@ -1,5 +1,5 @@
-"""Views of a run: timelines in the format of Perfetto and Chrome, the log of a run, and a report page.
+"""Views of a training run: timelines for Perfetto and Chrome, a log file, and a report page.
 
-Always true: a process has at most one active recorder. Without a recorder, a hook costs one attribute read. The package does
-not import torch.
+Always true: a process has at most one active recorder. Without an active recorder, each recording call costs one attribute
+read. The package does not import torch.
 """

@@ -48,9 +48,9 @@ def lines(
     Args:
         steps: the number of each step.
         series: (name, colour, values) of each line; a value of None is a gap.
-        band: (name, colour, lower values, upper values) of an area behind the lines; None: no area.
+        band: (name, colour, lower values, upper values) of an area behind the lines; None means no area.
         log: whether the y axis is logarithmic; values up to `SMALLEST` are then gaps.
-        top: upper end of the y axis; None: the largest value.
+        top: upper end of the y axis; None means the largest value.
     """
 
     def plain(values: Values) -> list[float]:
@@ -79,7 +79,7 @@ def lines(
 
 
 def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, shares: bool = False) -> str:
-    """Return a chart of stacked areas over steps; None counts as 0. `shares`: draw values as shares of each step's sum."""
+    """Return a chart of stacked areas over steps; None counts as 0. With `shares`, values are shares of a step's sum."""
     columns = [[value or 0.0 for value in values] for _, _, values in series]
     present = [name for (name, _, _), values in zip(series, columns, strict=True) if any(values)]
     if not present:
@@ -158,7 +158,7 @@ def note(text: str = "not recorded in this run") -> str:
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return the drawing of `draw` as SVG for HTML, without XML declarations and clip paths. `tips`: the tooltips."""
+    """Return the drawing of `draw` with tooltips `tips` as SVG for HTML, without XML declarations and clip paths."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

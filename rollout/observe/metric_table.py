@@ -49,12 +49,12 @@ class Metric:
         unit: unit of the value. A summary's statistics have the same unit, except `nonzero_share`, which is in [0, 1].
         help: the meaning, in one line.
         read: for an engine's counters and gauges, the attribute path that `engine.stats()` reads, such as
-            `scheduler.num_active`; "": the value does not come from the engine.
+            `scheduler.num_active`; "" if the value does not come from the engine.
         stats: for summaries, the statistics that are logged, as `<name>_<statistic>`.
         total: for counters, whether `<name>_total` is logged too.
         peak: for gauges, whether `<name>_peak` is logged too.
-        numerator, denominator: for ratios, a logged name, and the logged names by whose sum it is divided.
-        logged: whether the metric is recorded and part of snapshots; False: it is only in `engine.stats()`.
+        numerator, denominator: for ratios, the logged name to divide, and the logged names whose sum is the divisor.
+        logged: whether the metric is recorded and part of snapshots; otherwise it is only in `engine.stats()`.
     """
 
     kind: Kind

@@ -31,9 +31,9 @@ def report(
 
     Args:
         folder: folder of the run.
-        out: file to write. None: `report.html` in the folder.
-        trace: trace file of the step whose slots are drawn. None: the last trace in the folder or in its `traces`; if there
-            is no trace, the page has no slots.
+        out: file to write. None means `report.html` in the folder.
+        trace: trace file of the step whose slots are drawn. None means the last trace in the folder or its subfolder
+            `traces`; without a trace, the page has no slots.
 
     Returns:
         The path of the written file.

@@ -1,10 +1,10 @@
-"""Records, as rows in memory, the work of one process's engines and trainer, and the history of every sample.
+"""The recorder of one process: rows in memory about its engines, its trainer, and the history of every sample.
 
-    Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, ended samples, control calls of one engine
+    Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, finished samples, control calls of one engine
     manager phases, `span`, `mark`  → TraceRecorder             events outside the engines
 
 A trace covers a process, including engines that are built while the trace is recorded. Recording only appends to lists, so
-any thread may report. After `MAX_ROWS` steps or samples, further rows are counted but not kept.
+any thread may record. After `MAX_ROWS` steps or samples, further rows are counted but not kept.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Span(NamedTuple):
 
 
 class EngineLog:
-    """The rows of one engine.
+    """The recorded rows of one engine.
 
     Attributes:
         lives: the histories of finished samples.
@@ -189,7 +189,7 @@ class EngineLog:
         self._marks.append(self.clock())
 
     def step_ends(self, numbers: Iterable[int]) -> None:
-        """Record the end of a step. `numbers`: the fields of `StepRow` that follow the times."""
+        """Record the end of a step; `numbers` are the fields of `StepRow` that follow the times."""
         if len(self.steps) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -227,7 +227,7 @@ class TraceRecorder:
         self._lock = threading.Lock()
 
     def log_of(self, tap: EngineTap) -> EngineLog:
-        """Return the log of an engine, which the engine's first report creates."""
+        """Return the log of an engine; create it at the engine's first report."""
         with self._lock:
             if tap not in self._of_tap:
                 self._of_tap[tap] = EngineLog(tap.clock, tap.state())
@@ -247,8 +247,8 @@ class TraceRecorder:
 
         Args:
             of: key of the object whose phases are recorded.
-            phase: the new phase; None: no phase.
-            before: the phase that `of` leaves, if the trace has recorded no phase of it yet.
+            phase: the new phase; None means no phase.
+            before: the previous phase of `of`, used only if the trace has not recorded a phase of `of` yet.
         """
         now = self.clock()
         name, since = self._phases.get(of, (before, self.started))
@@ -272,7 +272,7 @@ _switching = threading.Lock()
 
 
 class EngineTap:
-    """The source of one engine's reports; `log` is None while no trace is recorded.
+    """The object through which one engine reports to the active recorder.
 
     Args:
         clock: the engine's clock, which gives the times of events and steps.
@@ -292,13 +292,13 @@ class EngineTap:
 
     @property
     def log(self) -> EngineLog | None:
-        """The engine's log in the active recorder; None: no trace is recorded."""
+        """The engine's log in the active recorder; None while no trace is recorded."""
         recorder = _active
         return None if recorder is None else recorder.log_of(self)
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
-    """Start a recording in this process; `EngineStateError` if a trace is already being recorded."""
+    """Start recording for the file `destination`; `EngineStateError` if a trace is already being recorded."""
     global _active
     with _switching:
         if _active is not None:
@@ -311,7 +311,7 @@ def start(destination: str, clock: Callable[[], float] = time.time) -> TraceReco
 
 
 def stop(recorder: TraceRecorder) -> None:
-    """Stop the recording; harmless when it has already stopped."""
+    """Stop the recording; this has no effect if it has already stopped."""
     global _active
     with _switching:
         if _active is not recorder:
@@ -327,7 +327,7 @@ def active() -> TraceRecorder | None:
 
 @contextmanager
 def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
-    """Show a block as a span on a track of the trace; no effect while no trace is recorded.
+    """Show a block as a span on a track of the trace. This has no effect while no trace is recorded.
 
     Args:
         name: name of the span, such as "reward".
@@ -346,7 +346,7 @@ def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
 
 
 def mark(name: str, *, track: str = "trainer", **args: Any) -> None:
-    """Show an instant on a track of the trace; no effect while no trace is recorded. See `span` for the arguments."""
+    """Show an instant on a track of the trace, if one is being recorded. See `span` for the arguments."""
     recorder = _active
     if recorder is not None:
         now = recorder.clock()

@@ -1,7 +1,7 @@
-"""The log of a training run, `<folder>/run.jsonl`: a line per step with metrics, rewards, staleness, slowest and
-stalest samples.
+"""The log of a training run, `<folder>/run.jsonl`: metrics, rewards, staleness and some samples, one line per step.
 
-A reader skips a line that a crash has cut off. `report` turns the log into `report.html`.
+The samples are the slowest and the most stale. `read_log` skips a line that a crash has cut off. `report` turns the log into
+`report.html`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunLog:
 
     Args:
         folder: folder of the run, which is created if needed. If it has a log, new steps are appended.
-        title: title of the report. "": the name of the folder.
+        title: title of the report. If empty, the title is the name of the folder.
         samples: how many of the slowest samples, and of the most stale samples, are logged per step.
 
     Raises:
@@ -61,9 +61,9 @@ class RunLog:
         Args:
             number: number of the step.
             metrics: the step's `manager.metrics()`, and any further numbers.
-            batch: the step's `RolloutBatch`, from which staleness and samples are logged; None: neither is logged.
+            batch: the step's `RolloutBatch`, from which staleness and samples are logged. If None, neither is logged.
             rewards: one number per sample of the batch, as a sequence, array or tensor of N elements.
-            tokenizer: tokenizer that decodes the samples' tokens; None: token ids are logged.
+            tokenizer: tokenizer that decodes the samples' tokens. If None, token ids are logged.
 
         Raises:
             ValueError: there are rewards without a batch, or not one reward per sample.
@@ -88,7 +88,7 @@ class RunLog:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the title and the steps of a run; if a step has several lines, the last counts. `ConfigError` without steps."""
+    """Return the title of a run and the last line of each step; raise `ConfigError` if there is no step."""
     path = Path(folder) / FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Turns recorded rows into trace events, the JSON that Perfetto and Chrome open; writes and reads the files.
+"""The conversion of recorded rows to the JSON trace events that Perfetto and Chrome open, and its files.
 
 The timeline has one "process" per engine, with tracks for the trainer, the engine's control calls and its steps, with
 counters, and with one track per sample. Times in the file are microseconds since the start of rank 0's trace.

@@ -1,4 +1,4 @@
-"""Traces of a training process: of one process, and of the whole job."""
+"""Traces of one training process, or of all processes of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.observe.timeline import merged, timeline, write
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-    """Write a timeline of a `with` block, even after an exception, for Perfetto and Chrome.
+    """Write a timeline of a `with` block for Perfetto or Chrome, even after an exception.
 
     The timeline covers all engines of this process, with or without a manager or `LLM`. With torch.distributed on several
     ranks, each rank writes its own file, with `.rank<number>` before the suffix. `RolloutManager.trace` writes one file for
@@ -40,7 +40,7 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
 
     Args:
         path: see `RolloutManager.trace`.
-        gather: the method `Backend.gather` of the manager's backend; None: `path` is already this rank's own file.
+        gather: the method `Backend.gather` of the manager's backend; None if `path` is already this rank's own file.
     """
     target = Path(path)
     own = target if gather is None else _own_path(target)
@@ -54,7 +54,7 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
     finally:
         stop(recorder)
         # Write this rank's own trace if none were gathered. Without a coordinator the ranks cannot exchange traces, and
-        # after an exception some may never finish.
+        # after an exception some ranks may never leave their block.
         if every is not None and len(every) < 2:
             write(timeline(recorder, _torch_rank() or 0), own)
     if every is not None and len(every) > 1:

@@ -1,4 +1,4 @@
-"""Methods that forward to a method of a part of the object, with the same signature and docstring.
+"""Factories of methods that forward to a part of the object, with the same signature and docstring.
 
 The part is named by its attribute, `"control"`, or by a path of attributes, `"parts.control"`. The call runs on the caller's
 thread, on another thread, or on an event loop.
@@ -39,7 +39,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 
     @wraps(verb)
     async def call_async(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        # Await here, so that the object lives as long as the call.
+        # Await here to keep a reference to the object until the call has finished.
         return await cast("Awaitable[Any]", verb(find(self), *args, **kwargs))
 
     return cast("Callable[Concatenate[Any, P], T]", call_async) if iscoroutinefunction(unwrap(verb)) else call
@@ -48,7 +48,7 @@ def called(part: str, verb: Callable[Concatenate[Any, P], T]) -> Callable[Concat
 def blocking(
     part: str, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 ) -> Callable[Concatenate[Any, P], T]:
-    """Return a method that calls the part's async method `verb` and waits for the result by `self._run`."""
+    """Return a method that calls the part's async method `verb` and waits for its result with `self._run`."""
 
     @wraps(verb)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,7 +61,7 @@ def blocking(
 def threaded(
     part: str, verb: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a coroutine method that calls the part's blocking method `verb` by `on_thread`."""
+    """Return a coroutine method that calls the part's blocking method `verb` with `on_thread`."""
 
     @wraps(verb)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

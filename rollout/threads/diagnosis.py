@@ -43,7 +43,7 @@ def watch(watched: Any) -> None:
 def report() -> str:
     """Return the state of all registered objects, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
-    # Copy the values: list() of them is atomic in the interpreter, so no other thread can interfere.
+    # Copy the values first: list() is atomic in the interpreter, so no other thread can change the dict meanwhile.
     for reference in list(_watched.values()):
         watched = reference()
         if watched is None:

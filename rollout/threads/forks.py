@@ -1,7 +1,7 @@
 """Resources that a forked child must close.
 
 Other processes notice that this process has ended only when the last copy of a socket is closed. A worker of a data loader
-or process pool is forked with all sockets open, and may outlive this process.
+or process pool is forked with all sockets open and may outlive this process, so it must close them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C to the next step boundary.
+"""Context managers that defer Ctrl-C to the next step boundary.
 
 An interrupted step would leave queues, block tables and memory inconsistent and the engine unusable.
 """
@@ -120,7 +120,7 @@ def _shielded(wholly: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Let a second Ctrl-C, even an earlier one, interrupt long work inside `uninterrupted()`. `first`: also the first."""
+    """Let a second Ctrl-C (with `first`, a first one), even one pressed earlier, interrupt work inside `uninterrupted()`."""
     deferral = _thread.deferral
     if deferral is None or deferral.wholly:
         yield

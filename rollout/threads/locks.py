@@ -18,12 +18,11 @@ POLL_S = 0.1
 class FairLock:
     """A reentrant lock that a waiting thread gets before the last holder can reacquire it.
 
-    With a plain lock, a loop of steps nearly always reacquires it first, and another thread's `pause` waits for thousands of
-    steps.
+    A loop of steps nearly always reacquires a plain lock first, and another thread's `pause` waits for thousands of steps.
 
     Attributes:
-        asked: 1 from the time that another thread begins to wait or calls `ask` until the holder calls `heard`; else 0. The
-            holder's native code can read it.
+        asked: 1 from the time that another thread starts to wait or calls `ask` until the holder calls `heard`; else 0. The
+            holder's native code can read this value.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class FairLock:
                 raise
 
     def __exit__(self, *exc_info: object) -> None:
-        # Make no other call before the release: Python handles a Ctrl-C at calls, which would leave the lock held.
+        # Make no other call before the release: Ctrl-C may raise at any call, which would leave the lock held.
         if self._depth > 1:
             self._depth -= 1
         else:
@@ -90,7 +89,7 @@ def _acquire(lock: threading.Lock) -> None:
 
 
 class Turns:
-    """A queue of threads that run requests to completion with one engine; together they would take each other's results.
+    """A queue of threads that use one engine one at a time, because they would otherwise take each other's results.
 
     A turn ends with the `with` block, even if the block raises. Ctrl-C interrupts a waiting thread.
 
@@ -106,10 +105,10 @@ class Turns:
 
     @contextmanager
     def taken(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Exclude other threads during a `with` block; reentrant.
+        """Exclude other threads during a `with` block. The same thread may nest such blocks.
 
         Raises:
-            DeadlineError: earlier turns did not end within `timeout_s` (None: no limit).
+            DeadlineError: earlier turns did not finish within `timeout_s` seconds; None means no limit.
         """
         self._check()
         me, ticket = threading.current_thread(), object()

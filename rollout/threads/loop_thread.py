@@ -1,7 +1,7 @@
 """An asyncio event loop on a private thread, for blocking callers.
 
-Always true: a wait fails if the loop is closed in the meantime; waiting for the loop from the loop itself raises instead of
-deadlocking. Only CUDA's current device is copied from the caller's thread, and only if torch is already loaded.
+Always true: a wait fails if the loop is closed in the meantime. Waiting for the loop from the loop itself raises instead of
+deadlocking. The thread inherits the caller's current CUDA device, if torch is already loaded, and no other state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoopThread:
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._closed = False
-        # Guard `_closed` too, so that `close` cancels all work that was submitted before it.
+        # This lock also guards `_closed`, so that `close` cancels all work that was submitted before it.
         self._handing_over = threading.Lock()
         device = _cuda_device()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
@@ -39,7 +39,7 @@ class LoopThread:
         """Run a coroutine on the loop and wait for its result. The caller must not be on the loop's own thread.
 
         Args:
-            timeout_s: seconds after which the coroutine is cancelled. None: never; the coroutine has its own deadline.
+            timeout_s: seconds after which the coroutine is cancelled, or None if it has its own deadline.
 
         Raises:
             DeadlineError: the coroutine took longer than `timeout_s`.
@@ -69,7 +69,7 @@ class LoopThread:
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
 
     def refuse_inside(self, what: str) -> None:
-        """Raise `RuntimeError` if the caller is on the loop itself, where waiting would deadlock. `what`: the call."""
+        """Raise `RuntimeError` about the call `what` if the caller is on the loop itself, where waiting would deadlock."""
         if self.inside:
             self._refuse(what)
 
@@ -89,7 +89,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all tasks on the loop and stop the thread; wait at most `timeout_s` seconds for it (None: no limit).
+        """Cancel all tasks on the loop and stop the thread. Wait for it at most `timeout_s` seconds, if not None.
 
         Idempotent.
         """

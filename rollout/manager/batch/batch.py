@@ -285,8 +285,8 @@ class RolloutBatch:
                 rows, as int64 indices or a slice. None means all rows, padded.
             temperature: divisor of the logits, for log-probs over the whole vocabulary. None means the distributions that
                 tokens were drawn from.
-            hidden: input of the LM head, [..., hidden size], if a forward pass of the part has already run. If None, the
-                model runs.
+            hidden: input of the LM head, [..., hidden size], if the part's forward pass has already run. None runs the
+                model.
             entropy: whether to return entropies too, over the whole vocabulary.
             top_k: number of most likely tokens whose log-probs, over the whole vocabulary, are returned too. Or token ids,
                 int64 [N, T, k] for the part's rows, such as a teacher's; their log-probs are returned instead.
@@ -466,8 +466,7 @@ class RolloutBatch:
         return int(same.long().cumprod(0).sum())
 
     def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
-        """Yield packed rows (see `packed`) in parts of about equal size, each at most `max_tokens`. Every row is in one
-        part."""
+        """Yield packed rows (see `packed`) in parts of about equal size and at most `max_tokens`, every row in one part."""
         for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
             yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
 

@@ -63,7 +63,7 @@ def read_scores(
         kept: the token sets that sampling was restricted to; None if sampling was not restricted.
         hidden: input of the LM head, [..., hidden size], from a forward pass that has already run. If None, the model runs.
         entropy: whether to compute entropies too.
-        top_k: number of most likely tokens whose log-probs are computed too; or int64 [N, T, k], the tokens to use instead.
+        top_k: number of most likely tokens whose log-probs are computed too; or int64 [N, T, k], tokens to use instead.
     """
 
     def run(head: nn.Module) -> Tensor | None:

@@ -161,8 +161,7 @@ class _Rows:
             columns = np.flatnonzero(real[row])
             cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
             for sequence in np.split(columns, cuts):
-                # Assign equal sequences to the samples in turn. If there are more sequences than samples, repeat the
-                # last sample.
+                # Assign equal sequences to the samples in turn. If there are more sequences than samples, the last repeats.
                 found = left.get(_key(tokens[sequence]))
                 if found is None:
                     if self._is_surplus(tokens[sequence]):

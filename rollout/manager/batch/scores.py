@@ -136,8 +136,7 @@ class Scorer:
                 a batch the distributions of `batch.logprobs`, with each row's own temperature and kept tokens.
             top_k: number of most likely tokens to return at each position too.
             entropy: whether to return entropies too.
-            adapter: name of a loaded LoRA adapter for all rows. None means each row's adapter or the model's active
-                adapters.
+            adapter: name of a loaded LoRA adapter for all rows. None means each row's adapter or the model's active ones.
 
         Raises:
             InvalidRequestError: a sequence is empty or too long, or has an unknown token id or adapter.

@@ -102,8 +102,7 @@ class PackedTree:
             model: a model with `trainer_hooks.tree` attached, or a wrapper of such a model.
             temperature: divisor of the logits.
             entropy: whether to return entropies too.
-            top_k: number of most likely tokens whose log-probs are returned too; or int64 [N, T, k], the tokens to use
-                instead.
+            top_k: number of most likely tokens whose log-probs are returned too; or int64 [N, T, k], tokens to use instead.
 
         Raises:
             EngineStateError: see `inputs`.

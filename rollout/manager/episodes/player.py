@@ -95,8 +95,7 @@ class EpisodePlayer:
         self.unfinished.add(number)
         if self._loop is None:
             self._loop = LoopThread("rollout-episodes")
-            # Close the loop at exit: an environment that still computes while the interpreter shuts down would abort
-            # the process.
+            # Close the loop at exit: an environment that still computes during interpreter shutdown would abort the process.
             finalize(self, _close_at_exit, self._loop)
         for episode in self._groups[number]:
             self._futures[episode] = self._loop.start(self._play(episode, play))
