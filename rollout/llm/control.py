@@ -39,7 +39,7 @@ class LLMControl:
     Args:
         engine: this rank's engine.
         loop: the LLM's private event loop.
-        gathering: gathers sharded weights before steps.
+        gathering: the gathered weights, which must be gathered before steps if they are sharded.
         service: the backend that computes the LLM's requests; an `EngineService` if the LLM has a coordinator.
     """
 
@@ -130,7 +130,7 @@ class LLMControl:
         )
 
     def flush_prefix_cache(self) -> int:
-        """Evict cached blocks that no request uses, with a coordinator on every rank; return the number of evicted blocks.
+        """Evict cached blocks that no request uses (with a coordinator, on all ranks); return the number of evicted blocks.
 
         Raises:
             RuntimeError: this rank is not primary. `llm.engine.flush_prefix_cache()` evicts this rank's own blocks.

@@ -1,4 +1,4 @@
-"""Delivers the results of an engine's steps: finished samples to their groups, new tokens to streams at a bounded rate."""
+"""The delivery of an engine's results: finished samples to their groups, new tokens to streams at a bounded rate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group:
     ends_at: float
     """The deadline of the request, in seconds of `time.monotonic`; infinite if there is none."""
     in_engine: int | None = None
-    """The group's engine request id; None: the group is not queued in the engine yet."""
+    """The group's engine request id; None until the group is queued in the engine."""
     ended: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     steps: int = 0
     """The number of steps since tokens of this group were last delivered."""

@@ -187,8 +187,8 @@ class Readers:
     """The stream readers to wake. A `flush` makes only one thread-safe call per event loop, for all of the loop's readers.
 
     Args:
-        schedule: a function that is given `flush` and runs it soon. It is called when a first reader is to be woken. If
-            None, the owner of this object calls `flush`.
+        schedule: a function that is given `flush` and runs it soon. It is called for the first reader to wake since the last
+            `flush`. If None, the owner of this object must call `flush`.
     """
 
     def __init__(self, schedule: Callable[[Callable[[], None]], object] | None = None) -> None:

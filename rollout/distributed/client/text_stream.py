@@ -30,7 +30,7 @@ class TextDelta:
     policy_versions: list[int]
     """The policy version of the weights that sampled each token."""
     top_log_probs: TopN | None = None
-    """The (token id, log-prob) pairs of the most probable tokens at each new token, best first; None unless
+    """The (token id, log-prob) pairs of the most probable tokens at each new token's position, best first; None unless
     `params.logprobs` is at least 1."""
     restarted: bool = False
     """Whether the sample was restarted, so that the reader must discard its earlier text and tokens."""

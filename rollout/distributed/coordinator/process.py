@@ -2,9 +2,9 @@
 
 One turn of the loop: poll → receive → tokenizer results → timers → send → schedule file.
 
-A turn blocks only in its poll, until a frame, a tokenizer result, a signal or a deadline. The work and memory of a turn are
-bounded, and libzmq receives fairly from all peers. A peer that does not read is dropped when more than `PIPE_MESSAGES`
-messages wait for it. A killed peer is dropped when the next heartbeat is sent to it.
+A turn blocks only in its poll, until a frame, a tokenizer result or a signal arrives, or a deadline passes. The work and
+memory of a turn are bounded, and libzmq receives fairly from all peers. A peer that does not read is dropped when more than
+`PIPE_MESSAGES` messages wait for it. A killed peer is dropped when the next heartbeat is sent to it.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class DataParallelInferenceCoordinator:
             announce: a function that is called with the address.
             launcher: a file descriptor that becomes readable or closes when the launcher dies; None if nothing is watched.
         """
-        # Ignore Ctrl-C, which a terminal sends to all its processes: the trainer handles it and stops this process.
+        # Ignore Ctrl-C: a terminal sends it to all processes of the job, but only the trainer must handle it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
         # Let signals wake the poll. Otherwise a signal that arrives just before the poll would be handled only after the

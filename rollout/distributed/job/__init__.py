@@ -1,1 +1,1 @@
-"""One rank of a data-parallel job: membership, barriers, weight gathering."""
+"""One rank of a data-parallel job: its membership in the job, the barriers and the gathering of sharded weights."""

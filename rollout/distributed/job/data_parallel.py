@@ -48,7 +48,7 @@ ASK_AGAIN_S = 0.01
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A group that this rank has submitted, until each of its samples has been returned."""
+    """A group of this rank, some of whose samples have not been returned yet."""
 
     group_id: int
     prompt: list[int]

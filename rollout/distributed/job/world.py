@@ -129,7 +129,7 @@ class World:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Publish an exception that is raised inside the block, so that ranks that wait for this rank fail immediately."""
+        """Publish an exception that is raised inside the block, so that ranks that wait for this rank soon fail too."""
         try:
             yield
         except BaseException as exc:
@@ -147,7 +147,7 @@ class World:
 
     @property
     def _failed(self) -> str:
-        # Use the first two parts of the prefix, so that all groups of these ranks share one key.
+        # Use only the first two parts of the prefix, so that all worlds of one manager share the key.
         return "/".join(self.prefix.split("/")[:2]) + "/failed"
 
     def wait_for(self, key: str, timeout_s: float) -> bytes:

@@ -64,7 +64,7 @@ class Assignments:
             message: the assignment.
             number: engine request id of the samples.
             wanted: indices of the samples.
-            known: sample index → what the coordinator already has of the sample; empty for new samples.
+            known: sample index → the part of the sample that the coordinator already has; new samples are left out.
         """
         assignment = Assignment(message.request_id, message.attempt, number, message.interval, set(wanted))
         self.of_attempt[message.attempt] = self.of_number[number] = assignment

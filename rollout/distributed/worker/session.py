@@ -2,7 +2,7 @@
 
 The caller must hold the engine at a step boundary (`DynamicInferenceEngine.locked`).
 
-- Every assigned sample ends exactly once: it is reported, cancelled, declined, or dropped with the session.
+- Every assigned sample is closed exactly once: it is reported as finished, cancelled, declined, or dropped with the session.
 - A sample's tokens are sent in order and only once. The last tokens are sent together with the sample's outcome.
 - The engine's state and policy version are sent (`EngineMoved`, `CommandAck`) before any token computed under them.
 - The coordinator pauses or suspends the engine through the hold `COORDINATOR`. After the session has ended, the hold remains

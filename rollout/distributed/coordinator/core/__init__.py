@@ -1,1 +1,1 @@
-"""The deterministic part of the coordinator: messages in, messages out, clock passed in; no I/O."""
+"""The deterministic part of the coordinator: messages in, messages out. No I/O; the clock is passed in."""

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in.
+"""The coordinator's state machine: messages in, messages out. No I/O; the clock is passed in (`now`, in monotonic seconds).
 
     CoordinatorCore            passes each message to the part that handles it; timers; outgoing messages
      ├ Sessions                handshake, sequence numbers, heartbeats, end of a session

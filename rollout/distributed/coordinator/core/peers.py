@@ -13,7 +13,7 @@ from rollout.distributed.protocol.frames import MAX_STRETCHES
 from rollout.distributed.protocol.messages import Message, Refused, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
-"""The size, in bytes, after which no further stretch is added to an `Update`, which must fit into a frame."""
+"""The size, in bytes, after which no further stretch is added to an `Update`, because the message must fit into a frame."""
 SAMPLE_BYTES = 128
 """The number of bytes counted for each sample of a stretch in addition to the stretch's buffers, so that `UPDATE_BYTES` also
 limits the number of samples in an `Update`."""

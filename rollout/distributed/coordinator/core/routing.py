@@ -94,7 +94,7 @@ class Router:
     Args:
         policy: LONGEST_PREFIX scores all blocks of the prompt, FIRST_PREFIX_BLOCK only the first block. If there are no
             hashes, both choose the rank with the largest share of free slots. LOAD_BALANCED always chooses that rank, the
-            lowest name if there are several. ROUND_ROBIN chooses the next name. The last two policies use no hashes.
+            lowest name if there are several. ROUND_ROBIN chooses the next rank by name. The last two policies use no hashes.
         alpha: weight α of the cached prefix in the score, in [0, 1].
         max_hashes_per_rank: maximum number of listed hashes per rank.
         deterministic: whether decisions depend only on the sorted names of the ranks and on the order of the calls of
