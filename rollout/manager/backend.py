@@ -19,7 +19,7 @@ from rollout.sampling_params import SamplingParams
 
 
 class Backend(Protocol):
-    """A backend that computes a manager's groups. Methods with a body are correct for a single rank."""
+    """A backend that computes a manager's groups. The default implementations are correct for a single rank."""
 
     @property
     def next_group_id(self) -> int:
@@ -43,7 +43,7 @@ class Backend(Protocol):
         """
 
     def abort(self, group_id: int) -> None:
-        """Abort a group: on this rank at once, on other ranks when they read the message. Unknown ids are ignored."""
+        """Abort a group, at once on this rank, later on other ranks that compute it. Unknown ids are ignored."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is work to do, or `timeout_s` has passed. Ctrl-C may interrupt the wait.

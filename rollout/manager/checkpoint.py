@@ -82,7 +82,7 @@ def load(state: Any, rounds: Rounds) -> int:
     """Restore the result of `save` while nothing is in flight. If it raises, nothing is in flight afterwards.
 
     Returns:
-        The number of weight updates per round.
+        The saved number of weight updates per round, see `StalenessPacer`.
 
     Raises:
         SerializationError: `state` is not a saved state, or it has another format. The message names the field.

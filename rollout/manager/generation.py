@@ -50,7 +50,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
 
 
 def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
-    """Queue a group per prompt, the longest expected completions first, or take finished groups from the journal.
+    """Queue one group per prompt, longest expected completions first; take finished groups from the journal instead.
 
     The caller holds the engine's lock. `extras` has one metadata object per prompt.
 
@@ -231,10 +231,11 @@ class Generation:
         or call `generate`, and waits for the other ranks at the end. Sharded weights stay gathered until then.
 
         Args:
-            group_ids: ids of the groups to yield. None: all groups, including groups submitted during the loop.
+            group_ids: ids of the groups to yield. None means all groups, including groups submitted during the loop.
             on_error: as in `generate`.
 
         Raises:
+            EngineStateError: see `generate`; also raised in an expert-parallel group.
             WeightsChangedError: raised at the start of the loop, see `generate`.
             KeyError: a group id is unknown, or its group was already returned.
             RolloutFailedError: the current group failed, see `generate`; the others stay in flight.

@@ -31,6 +31,7 @@ class Group:
     key: bytes
     """The group's key in the journal; empty without a journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
+    """Sample index → finished sample."""
 
 
 class GroupLedger:
@@ -91,7 +92,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest policy version of its tokens) for each received, non-empty sample of unfinished groups."""
+        """Yield (group id, oldest policy version of the sample's tokens) for each received sample of unfinished groups."""
         for each in self.unfinished:
             for result in self._groups[each].results.values():
                 oldest = result.policy_spans.oldest(start=result.original_prompt_length)

@@ -56,10 +56,10 @@ class RolloutManager:
             completions have no text.
         config: the engine's options. None means the defaults.
         token_values: a function from hidden states [rows, hidden] to values [rows, k] or [rows], such as a critic's value
-            head or a probe. The hidden states are the input of the output embeddings. It runs while tokens are sampled,
-            without gradients, and must be the same on all ranks. Its results are in `RolloutBatch.token_values`.
+            head or a probe. The hidden states are the input of the output embeddings. The function runs while tokens are
+            sampled, without gradients, and must be the same on all ranks. Its results are in `RolloutBatch.token_values`.
         coordinator: how the ranks of torch.distributed compute each other's groups: a `CoordinatorConfig`, or True for the
-            default options. False: each rank computes only its own groups. This option has no effect on a single rank.
+            default options. With False, each rank computes only its own groups. No effect on a single rank.
         journal: this rank's file of groups that have finished since the last checkpoint; the caller closes it. `state_dict`
             starts a new file. After `load_state_dict`, groups in the journal are not computed again. To get one that was
             submitted after the checkpoint, submit the same prompt, parameters and metadata. Evaluate with another manager.
@@ -175,8 +175,8 @@ class RolloutManager:
     def client(self, name: str = "agent") -> InferenceClient:
         """Return a client of the running job, for agents and evaluation: `async with manager.client() as client`.
 
-        The ranks compute its requests during `generate`, `as_completed` and `run`; between these calls requests wait.
-        In another process: `InferenceClient(manager.coordinator_address, keys=manager.coordinator_keys)`.
+        The ranks compute the client's requests during `generate`, `as_completed` and `run`. Between these calls, requests
+        wait. In another process: `InferenceClient(manager.coordinator_address, keys=manager.coordinator_keys)`.
 
         Args:
             name: the client's name in logs and in `rollout top`.

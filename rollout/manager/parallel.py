@@ -1,10 +1,10 @@
 """Backends and loops of a manager whose ranks compute each forward pass together.
 
 Tensor parallelism: the first rank of a group runs a call (`LeaderLoop`). The other members compute its forward passes until
-the call finishes, then record the same results (`FollowerLoop`). `GroupCalls.meet` starts a call on all members, with equal
-prompts, policy version and adapters. A call returns on all members together, with the same results or the same error.
-Requests that finish between two calls are reported with the next call. Ctrl-C interrupts the call on all members if it
-arrives on the first rank during its steps, or on any member in `meet`. At other times it takes effect after the call, so
+the call finishes, then record the same results (`FollowerLoop`). `GroupCalls.meet` starts a call once all members make it
+with equal prompts, policy version and adapters. A call returns on all members together, with the same results or the same
+error. Requests that finish between two calls are reported with the next call. Ctrl-C interrupts the call on all members if
+it arrives on the first rank during its steps, or on any member in `meet`. At other times it takes effect after the call, so
 that all members keep the same groups.
 
 Expert parallelism: in each round the ranks agree whether to stop, wait or compute, and then compute one step. A rank without

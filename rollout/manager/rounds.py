@@ -122,7 +122,7 @@ class Rounds:
 
     @contextmanager
     def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Take a turn in which the engine runs with the current model."""
+        """Take a turn with the engine running and adapted to the current model."""
         with self.turn(call, timeout_s):
             self.ensure_running()
             self.follow_model()
@@ -203,7 +203,7 @@ class Rounds:
             self.suspend(UPDATE, mode, keep_prefix_cache=False)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release these holds. If this resumes the engine, record the resume in the metrics."""
+        """Release the holds of `holders`. If this resumes the engine, record the resume in the metrics."""
         if not self._suspended():
             return self.engine.holds.release(*holders)
         with self.metrics.phase("resume"), interrupt_deferred():

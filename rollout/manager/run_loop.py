@@ -225,7 +225,7 @@ class RunLoop:
     def abort(self, group_ids: Iterable[int]) -> None:
         """Abort groups now, without returning them. Unknown ids are ignored.
 
-        When this returns, the groups' KV blocks on this rank are free. Other ranks free theirs when they read the message.
+        When this returns, the groups' KV blocks on this rank are free. Other ranks free theirs when the abort reaches them.
         """
         with uninterrupted(), self._engine.locked():
             for each in list(group_ids):

@@ -165,7 +165,7 @@ class EpisodeRuns:
 
         Raises:
             ConfigError: options contradict each other.
-            TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of another type.
+            TypeError: the environment lacks `reset` or `step`, or one of its methods returned a value of the wrong type.
             KeyboardInterrupt: Ctrl-C was pressed. It is raised after the current step. This call's episodes are dropped, as
                 after TypeError.
             RolloutFailedError: see `on_error`.

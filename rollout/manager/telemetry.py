@@ -221,7 +221,7 @@ class RolloutMetrics(MetricsRecorder):
             self.set(f"rollout/{name}", value)
 
     def result(self, result: DynamicInferenceRequest) -> None:
-        """Record a finished sample. A failed sample is ignored, because the engine counts it."""
+        """Record a finished sample. A failed sample is ignored, because the engine already counts failures."""
         if result.error is not None:
             return
         self.add("rollout/requests_finished")

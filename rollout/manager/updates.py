@@ -34,7 +34,7 @@ class Updates:
             self._rounds.engine.holds.hold(PAUSE, HoldLevel.PAUSED)
 
     def unpause(self) -> None:
-        """Allow generation again. Raises `EngineStateError` after an explicit `suspend`, which only `resume` ends."""
+        """Allow generation again; raise `EngineStateError` after an explicit `suspend`, which only `resume` reverses."""
         holds = self._rounds.engine.holds
         with self._together("unpause"):
             if SUSPEND in holds:
@@ -72,7 +72,7 @@ class Updates:
             yield
 
     def before_optimizer_step(self, mode: Mode = None) -> None:
-        """Suspend the KV cache before the weights change; the next `generate` resumes. The optimizer hook calls it.
+        """Suspend the KV cache before the weights change; the next `generate` resumes it. The optimizer hook calls this.
 
         If `generate` runs on another thread, wait until it has returned.
 
@@ -107,7 +107,7 @@ class Updates:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """Enclose a change of the model's active adapters; use `trainer_hooks.peft.adapter`.
+        """Enclose a change of the model's active adapters. Prefer `trainer_hooks.peft.adapter`, which calls this method.
 
         Args:
             what: name of the change, equal on all ranks, which then wait for each other. If None, this rank does not wait.

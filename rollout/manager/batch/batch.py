@@ -44,7 +44,7 @@ class PackedRollouts:
     """int64 [L]: positions, which start at 0 in every sequence."""
 
     rows: Tensor
-    """int64 [N]: numbers of the packed batch rows, in order."""
+    """int64 [N]: the batch row number of each packed row, in order."""
 
     sequence_ids: Tensor
     """int64 [L]: each token's batch row, so `advantages[sequence_ids]` is a value per token."""
@@ -444,7 +444,7 @@ class RolloutBatch:
         return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
-        """Yield trees of about equal size, each at most `max_tokens`, for gradient accumulation. Every row is in one tree.
+        """Yield trees of about equal size, each at most `max_tokens`, for gradient accumulation, every row in one tree.
 
         Groups stay whole: a group with more than `max_tokens` is a tree of its own. The groups in a tree are in batch order.
 

@@ -38,7 +38,7 @@ class _Span(NamedTuple):
     start: int
     stop: int
     place: int
-    """The index of the span's first token in the keys of the path."""
+    """The index of the span's first key among all keys of the path."""
     last: int
     """The index after the subtrees of the span's tokens; tokens before this index continue the span."""
 

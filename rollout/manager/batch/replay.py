@@ -2,9 +2,9 @@
 
 Rows of the trainer's forward pass are found in the batch by their tokens. They may be any rows in any order, padded on the
 left or the right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward pass of a prefix
-tree, pass the tree instead. Only the choice is replayed: the live router computes scores, softmax and normalisation, with
-gradient. The engine's own forward passes inside the block (`generate`, `score`) use the live routing. The module is restored
-after the block, even after an exception.
+tree, pass the tree instead. Only the choice is replayed: the router still computes scores, softmax and normalisation, with
+gradient. In the engine's own forward passes inside the block (`generate`, `score`), routers choose by themselves. The model
+is restored after the block, even after an exception.
 """
 
 from __future__ import annotations

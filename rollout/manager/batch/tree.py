@@ -39,7 +39,8 @@ class PackedTree:
     attention reads this mask."""
 
     rows: Tensor
-    """int64 [N]: numbers of the packed batch rows, in order. `advantages[packed.rows]` has the rows of `logprobs_of`."""
+    """int64 [N]: the batch row number of each packed row, in order. `advantages[packed.rows]` has the rows of
+    `logprobs_of`."""
 
     nodes: Tensor
     """int64 [N, T]: index in the tree of each token of each row; -1 on padding."""

@@ -1,4 +1,4 @@
-"""Environments of `RolloutManager.run`: the interface of a user's environment, its loop of turns, weighted mixtures."""
+"""Environments of `RolloutManager.run`: the interface of a user's environment, and its loop of turns."""
 
 from __future__ import annotations
 

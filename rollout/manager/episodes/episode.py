@@ -16,7 +16,7 @@ Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None
 
 
 class Episode:
-    """One play of an environment: its sampled turns and their result.
+    """One play of an environment: its sampled turns and its reward.
 
     Attributes:
         task: the task, as given to `run`.
