@@ -1,5 +1,5 @@
 """Integrations with training frameworks, one per module.
 
-The policy version is raised by hooks on the optimizer's step, not by explicit calls in the training loop. This package
-imports nothing, so that an integration costs only its own framework.
+Hooks on the optimizer's step raise the policy version, so the training loop need not call anything. This package imports
+nothing, so using one integration does not import the other frameworks.
 """

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class AcceleratorAttachment:
-    """An Accelerator's hooks for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
+    """An Accelerator's hooks for a rollout, active until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
         accelerator: the Accelerator.
         manager: the manager that the hooks notify.
-        optimizers: the attachments, one per torch optimizer that steps the policy.
+        optimizers: the attachments, one for each torch optimizer that steps the policy.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ def attach(
     module. On several ranks, construct the manager after `prepare`, because `Accelerator()` creates the process group.
 
     Changes: adds the hooks of `trainer_hooks.optimizer` to each torch optimizer that steps parameters of `manager.model`.
-    Two optimizers of the policy raise the version twice per round.
+    If several optimizers step the policy, every step of each raises the version.
 
     With `checkpoint`, `accelerator.save_state` also writes `custom_checkpoint_<i>.pkl` and, on every rank,
     `custom_checkpoint_<i>_rank_<r>_of_<n>.msgpack` with the rank's requests in flight. Call `save_state` between two
-    `generate` calls. `load_state` needs as many registered objects as were saved, in the same order, and a fresh manager.
+    `generate` calls. `load_state` requires a new manager, and the same registered objects in the same order as when saving.
 
     Args:
         accelerator: the Accelerator whose optimizers are hooked.
         manager: the manager that samples with the weights that these optimizers step.
-        mode: handling of the KV cache at each step. None: the manager's configured mode.
+        mode: handling of the KV cache at each step. If None, the manager's configured mode.
         checkpoint: whether `save_state` and `load_state` include the manager.
 
     Returns:
@@ -117,7 +117,7 @@ def attach(
 
 
 def _optimizers_of(accelerator: Accelerator, manager: RolloutManager) -> list[Any]:
-    # Read a private attribute: accelerate has no public list of prepared objects.
+    # Read a private attribute, because accelerate has no public list of prepared optimizers.
     prepared = list(accelerator._optimizers)
     ours = {id(parameter) for parameter in manager.model.parameters()}
     found = [each for each in prepared if not ours.isdisjoint(optimizer_hook.stepped_parameters(each))]
@@ -133,9 +133,9 @@ def _optimizers_of(accelerator: Accelerator, manager: RolloutManager) -> list[An
 class _Saved:
     """An object registered with accelerate that saves and loads one rank's state.
 
-    accelerate saves the `state_dict()` of the main process only, which is the part common to all ranks. A pre-save hook,
-    which gets the folder, writes each rank's own file. On loading, a hook records the folder. After the weights have been
-    loaded, accelerate calls `load_state_dict()`, which reads this rank's file.
+    accelerate saves the `state_dict()` of the main process only, so it contains the state common to all ranks. Pre-hooks on
+    saving and loading receive the checkpoint folder. On saving, the hook writes each rank's own file. On loading, it
+    records the folder; accelerate then loads the weights and calls `load_state_dict()`, which reads this rank's file.
     """
 
     def __init__(self, accelerator: Accelerator, manager: RolloutManager) -> None:
@@ -160,7 +160,7 @@ class _Saved:
         return {"ranks": self._accelerator.num_processes, "policy_version": self._rollout.policy_version}
 
     def load_state_dict(self, state: Any) -> None:
-        """Load this rank's file."""
+        """Load this rank's file, and check it against the common state."""
         common = decode_fields("custom_checkpoint", state, {"ranks": INT, "policy_version": INT})
         self._file().load(self._rollout, common["policy_version"])
 

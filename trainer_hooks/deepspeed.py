@@ -1,8 +1,8 @@
 """Integration with DeepSpeed ZeRO-1, -2 and -3: hooks on the optimizer's own `step()`.
 
-A ZeRO optimizer updates flat copies of the parameters in several steps of an inner torch optimizer, gathers the parameters
-afterwards, and skips the update on a gradient overflow. So the hooks are on the ZeRO optimizer's own `step()`, which the
-DeepSpeed engine calls once per accumulated batch. DeepSpeed is not imported: its objects are recognised by their class.
+A ZeRO optimizer updates flat copies of the parameters in several steps of an inner torch optimizer, and then gathers the
+parameters. On a gradient overflow it skips the update. So the hooks are on the ZeRO optimizer's own `step()`, which the
+DeepSpeed engine calls once per accumulated batch. DeepSpeed is not imported; its objects are recognised by their class.
 """
 
 from __future__ import annotations

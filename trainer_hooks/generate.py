@@ -1,8 +1,8 @@
-"""transformers' `model.generate` on the rollout's engine, for every trainer and loop that calls it.
+"""A replacement of the token loop in transformers' `model.generate` by the rollout's engine, for any trainer or loop.
 
     hook = attach(model, manager)       model.generate(...) samples with `manager`, until hook.detach()
 
-`generate` itself still runs: configuration, warnings, checks, expansion, processors and criteria are transformers'. Only the
+`generate` itself still runs, so transformers handles configuration, checks, expansion, processors and criteria. Only the
 token loop at its end is replaced, and only for the attached module: a deep copy of the module keeps transformers' loop.
 Calls that the engine does not support also run that loop (see `generate_options`), with one warning per reason.
 """
@@ -48,18 +48,18 @@ from trainer_hooks.trl_forward import own_forward
 Fallback = Literal["warn", "raise"]
 
 _HOOKS: WeakKeyDictionary[nn.Module, GenerateHook] = WeakKeyDictionary()
-"""Module → hook. Modules are compared by identity, so a copy of a module has no hook."""
+"""A dict from module to hook. Modules are compared by identity, so a copy of a module has no hook."""
 _OTHER_LOOPS = {"_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The rows of the last call that the engine served.
+    """The rows of one `generate` call that the engine has served.
 
     Attributes:
         prompts, completions: token ids of each row, without padding.
-        logprobs: log-prob of each completion token, under softmax(logits / temperature), without truncation or penalties.
-        temperature: divisor of the logits; 0: greedy decoding, with log-probs at temperature 1.
+        logprobs: log-prob of each completion token under softmax(logits / temperature), without truncation or penalties.
+        temperature: divisor of the logits. 0 is greedy decoding, whose log-probs are at temperature 1.
         version: policy version that sampled the completions.
     """
 
@@ -71,14 +71,14 @@ class Sampled:
 
 
 class GenerateHook:
-    """`model.generate` on the engine until `detach()` or the end of the `with` block. Created by `attach`.
+    """A hook that runs `model.generate` on the engine until `detach()` or the end of a `with` block. Created by `attach`.
 
     Attributes:
         model: the module whose `generate` runs on the engine.
         manager: the manager that samples.
         served: number of calls that the engine has served.
-        fallbacks: reason → number of calls that ran transformers' loop for this reason.
-        last: the rows of the last served call; None: no call has been served.
+        fallbacks: dict from a reason to the number of calls that ran transformers' loop for this reason.
+        last: the rows of the last served call. None if no call has been served.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager, fallback: Fallback) -> None:
@@ -118,7 +118,7 @@ class GenerateHook:
         streamer: object,
         given: dict[str, Any],
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate in place of transformers' `_sample`.
+        """Generate on the engine, in place of transformers' `_sample`.
 
         Raises:
             NotServed: transformers' loop has to run; the message says why.
@@ -165,8 +165,8 @@ class GenerateHook:
     ) -> tuple[list[list[int]], list[list[float]]]:
         if stop is None:
             return self._generate(rows, [params] * len(rows))
-        # Let transformers' criterion decide where a row ends: it also checks the prompt and special tokens. The
-        # engine's stop strings only save tokens after the end; a row that they stop too early continues.
+        # Let transformers' criterion decide where a row ends, because it also checks the prompt and special tokens. The
+        # engine's stop strings only avoid tokens after that end. A row that they stop too early is continued.
         completions: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         stops = () if self.manager.tokenizer is None else tuple(stop.stop_strings)
@@ -196,7 +196,7 @@ class GenerateHook:
         prompts, each, owners = [], [], []
         for numbers in grouped(rows, params):
             row, chosen = rows[numbers[0]], params[numbers[0]]
-            # Generate only one completion for greedy rows of a prompt, which are all equal.
+            # Generate only one completion for the greedy rows of a prompt, because they are all equal.
             parts = [numbers] if chosen.greedy else [numbers[i : i + most] for i in range(0, len(numbers), most)]
             for part in parts:
                 prompts.append(row.prompt)
@@ -222,15 +222,15 @@ class GenerateHook:
                 try:
                     return self.manager.generate(prompts, params, progress=False)
                 except WeightsChangedError:
-                    # Announce the update and try again: only the fingerprints detect loaded weights, and other writes
-                    # that torch does not count.
+                    # Announce the update and try again: fingerprints alone detect loaded weights, and other writes that
+                    # do not raise the version counters of tensors.
                     self.manager.weights_updated()
                     return self.manager.generate(prompts, params, progress=False)
         finally:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Return the logits [N, V] of every step, from one forward pass; they equal the logits of transformers' loop."""
+        """Return the logits [N, V] of every step from one forward pass. They equal the logits of transformers' loop."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask
@@ -244,12 +244,12 @@ class GenerateHook:
         return list(logits.to(sequences.device, torch.float32).unbind(1))
 
     def fall_back(self, reason: str) -> None:
-        """Count a call that the engine does not support.
+        """Count a call that the engine does not support, and warn when a reason first occurs.
 
         Raises:
             ConfigError: `fallback` is "raise".
         """
-        # Keep only the part before the colon: messages contain numbers, so each call would otherwise count (and warn)
+        # Keep only the part before the colon. Messages contain numbers, so otherwise each call would count, and warn,
         # as a new reason.
         kind = reason.partition(":")[0]
         if self._fallback == "raise":
@@ -271,18 +271,18 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 
     Requires: `manager` was built from `model`, or from the Hugging Face model inside its wrapper (PEFT, DDP, torch.compile).
 
-    Served: greedy decoding and sampling with temperature, top-k, top-p, min-p, repetition penalty, minimum lengths,
-    suppressed tokens, end-of-sequence ids, stop strings; left padding, `num_return_sequences`, `return_dict_in_generate`
-    with `scores` and `logits`, images. Other calls run transformers' loop. `use_cache` and `cache_implementation` have no
-    effect, the output's `past_key_values` is None, and there is no dropout, even in training mode.
+    The engine serves greedy decoding and sampling with temperature, top-k, top-p, min-p, repetition penalty, minimum
+    lengths, suppressed tokens, end-of-sequence ids, stop strings, left padding, images, `num_return_sequences`, and
+    `return_dict_in_generate` with `scores` and `logits`. Other calls run transformers' loop. `use_cache` and
+    `cache_implementation` have no effect, `past_key_values` is None, and there is no dropout, even in training mode.
 
     Greedy tokens equal transformers'. Sampled tokens have the same distribution. Their seeds are drawn from torch's CPU
     generator, so `torch.manual_seed` and the generator state in the trainer's checkpoint make runs repeatable. Equal prompts
-    in a batch are computed once. When `generate` returns, the KV cache is off the device. On several ranks every rank calls
-    `generate`.
+    in a batch are computed once. When `generate` returns, the KV cache has left the device. Every rank must call `generate`.
 
     Weight updates need no announcement. A step of any torch optimizer over the model's parameters, and any in-place change
-    that torch counts, raises the policy version at the next call. `Advanced.weight_fingerprints` find other changes.
+    that raises a tensor's version counter, raises the policy version at the next call. Fingerprints detect other
+    changes (`Advanced.weight_fingerprints`).
 
     Args:
         model: the model, or its wrapper.
@@ -291,14 +291,14 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
             reason and a count in `fallbacks`. `raise`: raise `ConfigError`.
 
     Raises:
-        ConfigError: `fallback` is unknown.
+        ConfigError: `fallback` is neither "warn" nor "raise".
         TypeError: the model has no transformers `generate`, or the model's class replaces the loop.
         ValueError: `manager` samples with another model, or the model is already attached.
     """
     if fallback not in ("warn", "raise"):
         raise ConfigError(f"fallback={fallback!r}: must be 'warn' or 'raise'")
     sampled = manager.model
-    # Search inside wrappers: a PeftModel's generate() calls that of the wrapped model.
+    # Search inside wrappers: a PeftModel's generate() calls the wrapped model's generate().
     target: Any = next((module for module in sampled.modules() if isinstance(module, GenerationMixin)), None)
     if target is None:
         raise TypeError(f"{type(sampled).__name__} has no generate() of transformers to serve: use manager.generate")
@@ -318,7 +318,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 class _Changes:
     """A detector of changes to a model's weights.
 
-    Fused optimizers do not raise the version counters of tensors, so the steps of torch optimizers are recorded too.
+    It compares version counters of tensors, and records steps of torch optimizers, since fused ones raise no counters.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager) -> None:
@@ -332,7 +332,7 @@ class _Changes:
         self._handle.remove()
 
     def announce(self) -> None:
-        """Raise the policy version if the weights have changed since `note` without raising it."""
+        """Raise the policy version if the weights have changed since `note`, unless it has been raised already."""
         if self._known is None:
             return
         version, state = self._known
@@ -345,7 +345,7 @@ class _Changes:
         self._stepped = False
 
     def _state(self) -> list[tuple[int, int]]:
-        """Return the address and version counter of every parameter in torch's own memory."""
+        """Return the address and version counter of every parameter; the address is 0 for subclasses of `Tensor`."""
         return [
             (parameter.data_ptr() if type(parameter.data) is Tensor else 0, parameter._version)
             for parameter in self._model.parameters()
@@ -363,7 +363,7 @@ class _Changes:
 
 
 def _wrap(model_class: type) -> None:
-    """Wrap a class's generation loops, so that each first checks whether the module has a hook. Harmless when repeated."""
+    """Wrap a class's generation loops to first check whether the module has a hook. Does nothing if they are wrapped."""
     of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
@@ -406,7 +406,7 @@ def _wrap(model_class: type) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Wrap a loop that the engine does not support, to count its calls for modules with a hook."""
+    """Wrap a loop that the engine does not support, to report its calls to the module's hook, if there is one."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -418,7 +418,7 @@ def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def _unwrap(model_class: type) -> None:
-    """Restore a class's own loops if no module of the class has a hook any more."""
+    """Restore a class's own loops if no module of the class has a hook."""
     if any(isinstance(module, model_class) for module in _HOOKS):
         return
     for name in ("_sample", "_prepare_multimodal_encoder_kwargs_for_generation", *_OTHER_LOOPS):
@@ -433,7 +433,7 @@ def _cut(
     stop: StopStringCriteria,
     config: GenerationConfig,
 ) -> list[bool]:
-    """Cut rows after the token that completes a stop string; return which rows have a stop string."""
+    """Cut rows after the token that completes a stop string. Return for each row whether it has a stop string."""
     sequences = _padded(input_ids, completions, config)
     width, ended = input_ids.shape[1], [False] * len(completions)
     for length in range(1, sequences.shape[1] - width + 1):

@@ -1,7 +1,7 @@
-"""Translates a prepared call of transformers' `generate` into `SamplingParams`, or gives the reason why it cannot.
+"""The translation of a transformers `generate` call into `SamplingParams`, or the reason why there is none.
 
 `generate` merges some eighty options into two lists before it samples: logits processors and stopping criteria. Only these
-lists are read. Their elements are recognised by exact type, because a subclass may have another effect.
+lists are read. Their elements are recognised by exact type, because a subclass may behave differently.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""Logits processor → place in the engine's order. Processors with the same place can be exchanged."""
+"""A dict from logits processor to place in the engine's order. Processors with the same place can be exchanged."""
 CACHES = ("cache", "past_key_values", "cache_params")
-"""The argument names of the KV cache: since transformers 5.24, before it, and for models without attention."""
+"""The names of the KV cache argument: since transformers 5.24, before 5.24, and for models without attention."""
 COMPUTED = frozenset({
     *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
 })  # fmt: skip
-"""The arguments that `generate` prepares, or that follow from the token ids or the criteria."""
+"""The arguments that `generate` computes, or that can be derived from the token ids or the stopping criteria."""
 
 
 class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
@@ -132,8 +132,8 @@ def _stopping(criteria: Iterable[Any], vocab: int) -> tuple[int, tuple[int, ...]
     if length is None:
         raise NotServed("no maximum length")
     if stop is not None and eos is None:
-        # Reject stop strings without these ids: `generate` then pads nothing, so rows continue after their stop string
-        # until all rows have one.
+        # Reject stop strings without end-of-sequence ids: without ids, `generate` does not pad finished rows, so a row
+        # continues after its stop string until all rows have one.
         raise NotServed("stop strings without an eos_token_id")
     return length, eos or (), stop
 
@@ -178,5 +178,5 @@ def _check_ignored(ignored: int | Tensor | None, padding: Tensor) -> None:
 
 
 def _ids(tokens: Any, vocab: int) -> tuple[int, ...]:
-    """Return the token ids of a tensor or a list, without ids outside the vocabulary, which never occur."""
+    """Return the token ids of a tensor or a list, except ids outside the vocabulary, which cannot be sampled."""
     return tuple(token for token in torch.as_tensor(tokens).flatten().tolist() if 0 <= token < vocab)

@@ -16,13 +16,13 @@ from trainer_hooks.trl_images import images_of_rows
 
 
 class Pixels(dict[str, Any]):
-    """The encoded images of a call, and the tensors that they were encoded from.
+    """The encoded images of a `generate` call, and the tensors that they were encoded from.
 
-    `generate` encodes images before it expands rows, and drops the tensors that the engine needs.
+    `generate` encodes images before it expands rows, and then drops the original tensors, which the engine needs.
 
     Attributes:
-        taken: the arguments that the image encoder took, by name.
-        given: all model arguments before the image encoder ran.
+        taken: the arguments that the image encoder has consumed, by name.
+        given: all model arguments, as they were before the image encoder ran.
         sizes: for each kind of output, the number of embeddings of each image.
     """
 
@@ -30,7 +30,7 @@ class Pixels(dict[str, Any]):
         super().__init__(encoded)
         self.given = given
         self.taken = {name: given[name] for name in taken if given[name] is not None}
-        # Store the sizes now: `generate` changes the list in the outputs when it expands rows.
+        # Store the sizes now, because `generate` changes these lists when it expands rows.
         self.sizes = {name: [len(each) for each in output.pooler_output] for name, output in encoded.items()}
 
 
@@ -40,7 +40,7 @@ class Row:
 
     Attributes:
         tokens: token ids of the prompt, without padding.
-        images: the images of the prompt; None: no images.
+        images: the images of the prompt. None if there are none.
         tail: token ids that were already generated after the prompt.
     """
 
@@ -60,7 +60,7 @@ class Row:
 
 
 def grouped(rows: Sequence[Row], params: Sequence[SamplingParams]) -> Iterable[list[int]]:
-    """Group the indices of rows with equal prompts, images and parameters; order the groups by their first index."""
+    """Group the indices of rows with equal prompts, images and parameters. Order the groups by their first index."""
     groups: dict[Any, list[int]] = {}
     for number, (row, chosen) in enumerate(zip(rows, params, strict=True)):
         digest = None if row.images is None else row.images.digest
@@ -78,7 +78,7 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
         copies: number of adjacent rows that `generate` made from each prompt (`num_return_sequences`).
 
     Raises:
-        NotServed: some padding is not on the left, the caller passed positions, or images cannot be split into rows.
+        NotServed: some padding is not on the left, the caller passed position ids, or images cannot be split into rows.
     """
     mask = given.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -111,7 +111,7 @@ def _check_positions(
 
 
 def _images(model: Any, input_ids: Tensor, pixels: Pixels) -> list[ImageInputs | None]:
-    """Return the images of each row: as many as fill the row's placeholders."""
+    """Return the images of each row: as many as it takes to fill the row's placeholder tokens."""
     if set(pixels.sizes) != {"image"}:
         raise NotServed(f"{', '.join(sorted(pixels.sizes))} in one batch: only images are split into rows")
     wanted = (input_ids == model.config.image_token_id).sum(1).tolist()

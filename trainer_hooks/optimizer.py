@@ -1,7 +1,7 @@
 """Optimizer hooks that suspend the rollout before `step()` and raise the policy version after it.
 
     optimizer.step()
-     ├ before    manager.before_optimizer_step(mode)    suspends: no rollout forward is running, KV memory is released
+     ├ before    manager.before_optimizer_step(mode)    suspends: no forward pass is running, KV memory is released
      ├ the optimizer changes the weights
      └ after     manager.weights_updated()              only if the weights were updated: version + 1
 
@@ -29,19 +29,19 @@ class Rollout(Protocol):
         """The module that samples; the optimizer steps its parameters."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
-        """Suspend before the weights change. `mode`: the KV cache mode; None: the configured mode."""
+        """Suspend before the weights change. `mode` is the KV cache mode, or None for the configured mode."""
 
     def weights_updated(self) -> object:
         """Raise the policy version after the weights have changed."""
 
 
 class Attachment:
-    """An optimizer's step hooks for a rollout, until `detach()` or the end of the `with` block. Created by `attach`.
+    """An optimizer's step hooks for a rollout, active until `detach()` or the end of the `with` block. Created by `attach`.
 
     Attributes:
         optimizer: the torch or DeepSpeed optimizer with the hooks.
         manager: the manager that the hooks notify.
-        mode: the KV cache mode that is passed to `manager.before_optimizer_step`; None: the configured mode.
+        mode: the KV cache mode that is passed to `manager.before_optimizer_step`, or None for the configured mode.
         steps: number of steps that changed the weights since the attachment.
     """
 
@@ -75,8 +75,8 @@ class Attachment:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_no_update(optimizer):
             return
-        # Never treat a step with a closure as idle: the closure computes gradients inside the step. args holds the
-        # optimizer and perhaps a closure.
+        # Never treat a step with a closure as idle, because the closure computes gradients inside the step. `args`
+        # contains the optimizer and perhaps a closure.
         self._idle = len(args) < 2 and not kwargs and _without_gradients(optimizer)
         if not self._idle:
             self.manager.before_optimizer_step(self.mode)
@@ -90,21 +90,21 @@ class Attachment:
 
 
 def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachment:
-    """Hook `optimizer`: before every step `manager` is suspended, and after the step its policy version is raised.
+    """Hook `optimizer` to suspend `manager` before every step, and to raise its policy version after the step.
 
     Requires a torch optimizer that holds parameters of `manager.model`, or a wrapper with such an optimizer as `.optimizer`
     (accelerate's `AcceleratedOptimizer`). Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
     parameters. With DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both).
 
-    These steps do not count, that is, do not raise the version: a torch optimizer's step when no parameter has a
-    gradient; a step skipped by `GradScaler`; a step that raises; the empty step by which `torch.distributed.checkpoint`
-    initialises optimizer state. If a step that raised may have changed weights, call `manager.weights_updated()`. A
-    step with learning rate 0 counts. Two optimizers on one model raise the version twice per round.
+    These steps do not raise the version: a torch optimizer's step when no parameter has a gradient; a step skipped by
+    `GradScaler`; a step that raises; the empty step by which `torch.distributed.checkpoint` initialises optimizer state. If
+    a step that raised may have changed weights, call `manager.weights_updated()`. A step with learning rate 0 does raise
+    the version. If two optimizers step one model, every step of both raises it.
 
     Args:
-        optimizer: the optimizer, wrapper or DeepSpeed engine whose steps count.
+        optimizer: the optimizer, wrapper or DeepSpeed engine whose steps raise the policy version.
         manager: the `RolloutManager`, `LLM` or `AsyncLLM` that samples with the weights that the optimizer steps.
-        mode: handling of the KV cache at each step. None: the manager's configured mode.
+        mode: handling of the KV cache at each step. If None, the manager's configured mode.
 
     Returns:
         The attachment; `detach()` removes the hooks.
@@ -125,7 +125,7 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
 
 
 def stepped_parameters(optimizer: object) -> set[int]:
-    """Return the `id()`s of the model parameters that `optimizer`, or the optimizer inside the wrapper, steps."""
+    """Return the `id()`s of the model parameters that `optimizer`, or the optimizer that it wraps, steps."""
     return _stepped(_innermost(optimizer))
 
 
@@ -138,7 +138,7 @@ def _stepped(inner: Any) -> set[int]:
 def _innermost(optimizer: object) -> Any:
     inner = optimizer
     # Unwrap completely: a wrapper may subclass Optimizer without having hooks, as accelerate's does. Stop at a
-    # DeepSpeed optimizer, one of whose steps consists of several steps of the inner optimizer.
+    # DeepSpeed optimizer, because one of its steps consists of several steps of its inner optimizer.
     while not deepspeed.steps_by_itself(inner) and (wrapped := getattr(inner, "optimizer", None)) is not None:
         inner = wrapped
     if not (isinstance(inner, Optimizer) or deepspeed.steps_by_itself(inner)):
@@ -179,8 +179,8 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 def _is_no_update(optimizer: Any) -> bool:
     # Detect an inner step on the stack: if a subclass's step() calls super().step(), both call the hooks. A counter
-    # would not do, because a step that raises never reaches its post-hook. The stack also shows the step with learning
-    # rate 0 by which torch initialises optimizer state before saving or loading it (accelerate, FSDP2).
+    # would go wrong, because a step that raises never reaches its post-hook. The stack also shows the step with
+    # learning rate 0 by which torch initialises optimizer state before saving or loading it (accelerate, FSDP2).
     depth = 0
     frame = inspect.currentframe()
     while frame is not None and depth < 2:
@@ -201,8 +201,8 @@ def _without_gradients(optimizer: Any) -> bool:
 def _skipped_for_inf(optimizer: Any) -> bool:
     if deepspeed.steps_by_itself(optimizer):
         return deepspeed.overflowed(optimizer)
-    # Check `found_inf` only if this attribute is set: on an overflow, GradScaler calls step() only on such optimizers,
-    # with `found_inf` set.
+    # On an overflow, GradScaler does not call step(), except for optimizers with this attribute, on which it first sets
+    # `found_inf`.
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     found_inf = getattr(optimizer, "found_inf", None)

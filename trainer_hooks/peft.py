@@ -7,8 +7,8 @@
         reference = batch.logprobs_of(model)
 
 The engine reads the active adapters from the model, however they were switched, and separates the prefix cache by adapter.
-Unlike PEFT's own switches, `adapter` synchronises the ranks and never changes `requires_grad`. A parameter without
-`requires_grad` would silently get no gradient.
+PEFT's own switches change `requires_grad`, so that a parameter may silently get no gradient. `adapter` never changes it,
+and also synchronises the ranks.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) -> Iterator[None]:
     """Activate the adapter `name` inside the block, for the trainer's forward pass and for `manager.generate`.
 
-    Requires adapters inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like), none of them merged. Sets
-    the active adapter and the disabled flag of every adapted layer and restores both on exit, even after an exception. No
+    The adapters must be inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like) and not merged. The
+    active adapter and the disabled flag of every adapted layer are set, and restored on exit, even after an exception. No
     parameter and no `requires_grad` flag changes. Contexts may be nested.
 
-    Requests in flight belong to the adapter under which they were accepted: they wait during the block and continue
-    after it in their order. A `generate` inside the block frees their KV cache, except for blocks in the prefix cache. So
-    generate whole batches inside the block (`generate` without `min_groups`): a call that waits for requests from outside
-    raises `EngineStateError`. Requests left in flight inside the block wait until the same adapter is active again.
+    Requests in flight belong to the adapter under which they were accepted: they wait during the block and continue after
+    it in their order. A `generate` inside the block frees their KV cache, except for blocks in the prefix cache. So
+    generate whole batches inside the block (without `min_groups`): a `generate` that waits for requests from outside raises
+    `EngineStateError`. Requests left in flight inside the block wait until the same adapter is active again.
 
-    On several ranks every rank must enter and leave the block, as with `manager.pause()`. A rank that leaves the block by an
-    exception does not wait for the others.
+    On several ranks, every rank must enter and leave the block, as with `manager.pause()`. A rank that leaves the block by
+    an exception does not wait for the other ranks.
 
     Args:
-        manager: the manager that samples with the model; for an `LLM`, its `engine`.
-        name: name of one of the model's adapters. None: disable all adapters.
+        manager: the manager that samples with the model. For an `LLM`, pass its `engine`.
+        name: name of one of the model's adapters. If None, all adapters are disabled.
 
     Raises:
         ValueError: the model has no such adapter or no adapters at all, or an adapter is merged.
-        TypeError: switching an adapter of this type takes more than setting a flag.
+        TypeError: adapters of this type cannot be switched by setting flags.
         DeadlineError, EngineStateError: other ranks have not entered or left the same block.
     """
     model = manager.model
@@ -69,13 +69,13 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""The attributes that hold the active adapter: two in layers, two in PEFT's models."""
+"""The attributes that contain the active adapter: two in layers, and two in PEFT's models."""
 _ABSENT = object()
-"""A marker for an attribute that the instance inherits from its class, and must not have itself after the block."""
+"""A marker for an attribute that an instance does not have itself, so that it is deleted after the block."""
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Return all modules that hold the active adapter."""
+    """Return all modules that contain the active adapter."""
     return [
         module
         for module in model.modules()
@@ -87,7 +87,7 @@ def _set(owner: Any, name: str | None) -> None:
     if isinstance(owner, BaseTunerLayer | AuxiliaryTrainingWrapper):
         owner._disable_adapters = name is None
         if name is not None:
-            # If the module has no copy for this adapter, activate none, so that its original module is used.
+            # Activate no adapter if the module has no copy for this one, so that its original module is used.
             has = isinstance(owner, BaseTunerLayer) or name in owner._get_available_adapters()
             owner._active_adapter = [name] if has else []
         return

@@ -28,7 +28,7 @@ class RankFile:
         stem: the common prefix of all ranks' file names.
         rank: rank of this process, from 0.
         size: number of ranks.
-        without: instructions, for error messages, how to start without the file: nothing in flight, policy version 0.
+        without: advice for error messages: how to start without the file, with nothing in flight and policy version 0.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class RankFile:
         return bool(self._all())
 
     def write(self, manager: RolloutManager) -> None:
-        """Save the rollout's state without changing it; remove files with this stem that jobs of another size have left."""
+        """Save the rollout's state without changing it. Remove files with this stem from jobs of another size."""
         fields = {"policy_version": manager.policy_version, "state": manager.state_dict()}
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
@@ -66,7 +66,7 @@ class RankFile:
 
         Args:
             manager: a new manager, with nothing in flight.
-            policy_version: policy version that the rest of the checkpoint has. None: not checked.
+            policy_version: policy version in the rest of the checkpoint. If None, the file's version is not checked.
 
         Raises:
             FileNotFoundError: there is no file for this rank and job size; the message lists the existing files.

@@ -1,10 +1,10 @@
-"""Rewards computed in other processes, with a timeout per call: for TRL, and for `generate_scored` in parallel to steps.
+"""Rewards computed in other processes, with a timeout per call, for TRL and for `generate_scored` (in parallel to steps).
 
     with RewardPool(reward, processes=4, timeout_s=10.0) as pool:
         manager.generate_scored(tasks, pool, params, groups=32)
         GRPOTrainer(model, pool, ...)
 
-Each process has a thread that sends it one call at a time. If a call takes too long, the process is killed and replaced.
+Threads send each process one call at a time. If a call takes too long, its process is killed and replaced.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RewardPool:
     Args:
         reward: a reward function as for `generate_scored` (samples of a group → numbers) or as for TRL (columns of rows →
             numbers). It is pickled together with its arguments, so it must be a module-level function.
-        processes: number of processes, and so of simultaneous calls.
-        timeout_s: seconds that one call may take.
-        on_timeout: reward of every sample in a call that takes longer. None: raise `TimeoutError`.
+        processes: number of processes, and so the maximum number of simultaneous calls.
+        timeout_s: maximum duration of one call, in seconds.
+        on_timeout: reward of every sample in a call that takes longer. If None, the call raises `TimeoutError`.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -64,7 +64,7 @@ class RewardPool:
         return self._threads.submit(self._call, len(samples), (list(samples),), {})
 
     def __call__(self, *, completions: Sequence[Any], **columns: Any) -> Rewards:
-        """Return the rewards of rows, as TRL requires. The reward function is called once per prompt, with its rows."""
+        """Return the rewards of rows, as TRL requires. The reward function is called once for the rows of each prompt."""
         rows = {name: value for name, value in columns.items() if name not in NOT_PASSED} | {"completions": completions}
         prompts = columns.get("prompts", completions)
         futures = []
@@ -99,7 +99,7 @@ class RewardPool:
 
 
 class _Worker:
-    """A process that computes rewards; it starts with the first call."""
+    """A process that computes rewards. It starts with the first call."""
 
     def __init__(self, reward: Callable[..., Sequence[float]]) -> None:
         self._reward = reward
@@ -108,18 +108,18 @@ class _Worker:
 
     def call(self, args: tuple[Any, ...], columns: dict[str, Any], timeout_s: float) -> Rewards:
         if self._process is None:
-            # Spawn the process: a fork would copy locks that the training process's threads hold.
+            # Spawn the process: a fork would copy locks that threads of the training process hold at that moment.
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs, self._reward), daemon=True)
             self._process.start()
             theirs.close()
-            # Wait until the process has started, so that the time of its imports does not count.
+            # Wait until the process has started, so that its imports do not count towards the timeout.
             self._pipe.recv()
         try:
             self._pipe.send((args, columns))
-            # Wait until the arguments have arrived. Only now does the timeout start: unpickling them may import more
-            # modules.
+            # Wait until the process has unpickled the arguments, which may import more modules. The timeout starts only
+            # now.
             self._pipe.recv()
             if not self._pipe.poll(timeout_s):
                 raise TimeoutError(f"{self._reward!r} took longer than timeout_s={timeout_s}; its process was ended")

@@ -38,35 +38,35 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     """A Trainer callback for a rollout: `trainer.add_callback(RolloutCallback(manager))`, or in the Trainer's `callbacks`.
 
     Requires: `manager` was constructed with the model object that the Trainer has, after the Trainer's constructor has
-        moved it to the device. The Trainer creates its optimizer when training begins, so nothing is attached before. If the
+        moved it to the device. The Trainer creates its optimizer when training begins, so the hooks are added then. If the
         Trainer shards the model by FSDP2, `manager` must be a RolloutManager, whose next `generate` adapts to the sharding;
-        with other kinds of sharding, that `generate` raises.
+        with other kinds of sharding, that `generate` raises an error.
 
-    Changes: hooks the Trainer's torch optimizer during training (`trainer_hooks.optimizer`). Loading weights by
-    `load_best_model_at_end` raises the version by one.
+    Changes: hooks the Trainer's torch optimizer during training (`trainer_hooks.optimizer`). If `load_best_model_at_end`
+    loads weights, the version rises by one.
 
     With `log`, the metrics since the Trainer last logged a training loss are added to `state.log_history` and to the `logs`
     that later callbacks get. If the Trainer reports to wandb, they are also added to this process's run, under their own
-    names. Other reporters are called before user callbacks; to give them the metrics, use
-    `trainer.callback_handler.callbacks.insert(0, callback)`. Metrics come from the main process.
+    names. Other reporters are called before user callbacks. To give them the metrics, use
+    `trainer.callback_handler.callbacks.insert(0, callback)`. The main process logs its own metrics.
 
-    With `checkpoint`, every rank adds `rollout_rank_<r>_of_<n>.msgpack`, with its requests in flight, to the Trainer's
-    checkpoint folder. `train(resume_from_checkpoint=...)` restores them; it requires a new manager and the same number of
-    ranks.
+    With `checkpoint`, every rank adds the file `rollout_rank_<r>_of_<n>.msgpack`, with its requests in flight, to the
+    Trainer's checkpoint folder. `train(resume_from_checkpoint=...)` restores them, which requires a new manager and the
+    same number of ranks.
 
-    After an exception in training the Trainer calls no callback: the hooks stay until the next `train()`, `detach()`, or the
-    end of a `with callback:` block around `train()`.
+    After an exception in training, the Trainer calls no callbacks, so the hooks stay until the next `train()`, `detach()`,
+    or the end of a `with callback:` block around `train()`.
 
     Args:
         manager: the manager that samples with the weights that the Trainer trains.
-        mode: handling of the KV cache at each step. None: the manager's configured mode.
-        log: whether metrics are logged, or the names of the metrics to log.
+        mode: handling of the KV cache at each step. If None, the manager's configured mode.
+        log: whether to log metrics, or the names of the metrics to log.
         checkpoint: whether checkpoints include the rollout.
-        resume_from_checkpoint: checkpoint folder, needed if it is neither `args.resume_from_checkpoint` nor in
-            `args.output_dir`, because the Trainer does not pass the folder to callbacks. Used only if the Trainer resumes.
+        resume_from_checkpoint: checkpoint folder. Needed only if the Trainer resumes from a folder that is neither
+            `args.resume_from_checkpoint` nor in `args.output_dir`, because it does not pass the folder to callbacks.
 
     Attributes:
-        attachment: the attachment to the optimizer during training; None otherwise.
+        attachment: the attachment to the optimizer during training, and None otherwise.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         optimizer: object = None,
         **kwargs: Any,
     ) -> None:
-        """Attach to the Trainer's optimizer; if the Trainer resumes, restore the rollout from its checkpoint.
+        """Attach to the Trainer's optimizer. If the Trainer resumes, restore the rollout from its checkpoint.
 
         Raises:
-            TypeError, ConfigError, ValueError: see `trainer_hooks.optimizer.attach`; or the checkpoint folder is not found.
+            TypeError, ConfigError, ValueError: see `trainer_hooks.optimizer.attach`. Or the checkpoint is not found.
             FileNotFoundError, SerializationError, EngineStateError: see `RankFile.load`. Nothing is attached then.
         """
         self.detach()
@@ -136,7 +136,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
             return
         metrics = self._join(logs, state)
         if state.is_world_process_zero and "wandb" in args.report_to:
-            # Log to wandb directly: the Trainer's own callback would rename the metrics to train/rollout/...
+            # Log to wandb directly, because the Trainer's own callback would rename the metrics to train/rollout/...
             wandb = sys.modules.get("wandb")
             if wandb is not None and wandb.run is not None:
                 wandb.log(metrics | {"train/global_step": state.global_step})
@@ -149,7 +149,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove the hooks; raise the policy version if the best model has been loaded."""
+        """Remove the hooks. Raise the policy version if the Trainer has loaded the best model."""
         if self.attachment is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.manager.weights_updated()
         self.detach()
@@ -157,7 +157,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     # --- internals ----------------------------------------------------------------------------------------------
 
     def _join(self, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
-        """Add the selected metrics to a log and to the log's entry in the history; return the metrics."""
+        """Add the selected metrics to a log and to the log's entry in the history. Return the metrics."""
         metrics = self.manager.metrics()
         if isinstance(self._log, frozenset):
             metrics = {name: value for name, value in metrics.items() if name in self._log}
@@ -210,5 +210,5 @@ def _is_checkpoint_of(folder: Path, state: TrainerState) -> bool:
 
 
 def _identity(state: TrainerState) -> str:
-    # Compare logs as text: a NaN loss is not equal to itself.
+    # Compare logs as text, because a NaN loss is not equal to itself.
     return json.dumps([state.global_step, state.epoch, state.total_flos, state.log_history], sort_keys=True)

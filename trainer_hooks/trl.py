@@ -11,8 +11,8 @@
     logs              include the rollout's metrics
     a checkpoint      contains the policy version and the random streams
 
-Sampling options come from GRPOConfig. A failed completion is an error or a masked row, never a truncated one. Written
-against TRL 1.16; TRL itself is not imported.
+Sampling options come from GRPOConfig. A failed completion raises an error or becomes a masked row; it is never returned
+truncated. The module is written for TRL 1.16, but does not import TRL.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from trainer_hooks.trl_rows import GeneratedRows
 
 
 class TrlAttachment:
-    """A GRPOTrainer's generation backend, until `detach()` or the end of the `with` block. Created by `attach`.
+    """A GRPOTrainer's generation backend, active until `detach()` or the end of the `with` block. Created by `attach`.
 
     It implements the interface of TRL's vLLM generation object.
 
@@ -84,7 +84,7 @@ class TrlAttachment:
 
     @property
     def steps(self) -> int:
-        """The number of steps that changed the weights since training began; 0 if another callback has the hooks."""
+        """The number of steps that changed the weights since training began, or 0 if another callback has the hooks."""
         return self._follower.steps
 
     def detach(self) -> None:
@@ -114,7 +114,7 @@ class TrlAttachment:
         TRL has already repeated every prompt `num_generations` times.
 
         Returns:
-            (prompts, completions, log-probs, token ids). The last two have, for each token, a list with one entry.
+            (prompts, completions, log-probs, token ids). For each token, the last two contain a list with one entry.
         """
         with profiler or nullcontext():
             completions, logprobs = self.sample(prompts, images)
@@ -124,9 +124,9 @@ class TrlAttachment:
     def sample(
         self, prompts: list[list[int]], images: list[Any] | None = None
     ) -> tuple[list[list[int]], list[list[float | None]]]:
-        """Return completions and their log-probs (see `sampling_params`); None replaces a log-prob that is not finite.
+        """Return completions and their log-probs (see `sampling_params`). None replaces a log-prob that is not finite.
 
-        With `on_error="mask"`, a failed row has a single end-of-sequence token.
+        With `on_error="mask"`, the completion of a failed row is a single end-of-sequence token.
         """
         params = sampling_params(self.trainer, replay=self._replays_kept)
         groups = prompt_groups(self.trainer, prompts, images)
@@ -158,7 +158,7 @@ class TrlAttachment:
     # --- the rollout_func that TRL calls ------------------------------------------------------------------------
 
     def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
-        """Complete each prompt of the dataset (a text or a chat) once; `env_mask` excludes failed rows from the loss.
+        """Complete each prompt of the dataset (a text or a chat) once. `env_mask` excludes failed rows from the loss.
 
         Raises:
             ValueError: the prompts contain images.
@@ -178,7 +178,7 @@ class TrlAttachment:
 
     def take_vllms_place(self, correction: str) -> None:
         """Make TRL generate with this object and correct the loss by the sampling log-probs, in the mode `correction`."""
-        # Set mode "server": in mode "colocate" TRL would read the maximum sequence length from vLLM's engine.
+        # Set mode "server", because in mode "colocate" TRL would read the maximum sequence length from vLLM's engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
         self._put(vllm_importance_sampling_mode=correction)
         score = self.trainer._generate_and_score_completions
@@ -187,7 +187,7 @@ class TrlAttachment:
             self._put(rollout_func=lambda prompts, trainer: self.roll_out(prompts))
 
     def fill_batches(self, keep: Keep) -> None:
-        """Replace groups that `keep` rejects by other prompts."""
+        """Replace groups that `keep` rejects by groups of other prompts."""
         full = FullBatches(self.trainer, keep, self.trainer._generate_and_score_completions)
         self._put(
             _generate_and_score_completions=full, _calculate_rewards=full.rewards(self.trainer._calculate_rewards)
@@ -232,7 +232,7 @@ class TrlAttachment:
             setattr(self.trainer, name, value)
 
     def _observed(self, scored: dict[str, Any]) -> dict[str, Any]:
-        """Record the metric `rollout/logprob_diff` from TRL's log-probs for the last batch; return `scored`."""
+        """Record the metric `rollout/logprob_diff` from TRL's log-probs for the last batch. Return `scored`."""
         trained, batch = scored.get("old_per_token_logps"), self._batch
         self._batch = None
         # Skip tool loops, in which `batch` covers only one turn.
@@ -270,24 +270,24 @@ def attach(
     keep: Keep | None = None,
     fallback: Fallback = "warn",
 ) -> TrlAttachment | TrlGenerateAttachment:
-    """Make `trainer` generate with `manager`; correct a GRPOTrainer's loss by the rollout's log-probs.
+    """Make `trainer` generate with `manager`, and correct a GRPOTrainer's loss by the rollout's log-probs.
 
     Other trainers (RLOO, OnlineDPO, GKD, Distillation, SDPO, SDFT, A2PO, GOLD) call `model.generate`, which then runs on
     the engine (`trainer_hooks.generate`). Their optimizer steps raise the policy version, and their logs and checkpoints
-    include the rollout. RLOO and SDPO get the rollout's log-probs as old log-probs if these are exact: in float32, without
-    autocast. The rest of this docstring is about GRPOTrainer.
+    include the rollout. RLOO and SDPO use the rollout's log-probs as old log-probs if these are exact (in float32, without
+    autocast). The rest of this docstring is about GRPOTrainer.
 
     Requires: a GRPOTrainer of TRL 1.16 with `use_vllm=False`, and a manager of its model: `RolloutManager(trainer.model,
     tokenizer, ...)`. Call `attach` before `train()`, or in a callback's `on_train_begin`; on several ranks, on every rank.
 
     Changes: `manager` takes the place of the trainer's vLLM, so GRPOConfig's `vllm_importance_sampling_*` options apply (the
     correction is on by default) and the metrics `sampling/*` are logged. TRL's tool loop and `evaluate()` also generate with
-    `manager`. A callback attaches the optimizer when training begins, detaches it at the end, and adds `rollout/*` to every
+    `manager`. A callback attaches the optimizer when training begins, detaches it afterwards, and adds `rollout/*` to every
     training log. If the trainer already has a `RolloutCallback(manager, ...)`, that callback is used.
 
     Sampling follows GRPOConfig and stops at the trainer's `eos_token_ids`. Random streams derive from
     `InferenceConfig.seed`. If the sampling distribution differs from the trained distribution and is not replayed, a warning
-    is issued, and log-probs are over the trained distribution (see `sampling_params`).
+    is issued, and the log-probs are over the trained distribution (see `sampling_params`).
 
     With `checkpoint`, the trainer's checkpoints contain the policy version and the random streams. A manager with policy
     version 0 restores them when `train(resume_from_checkpoint=...)` finds them. Otherwise a warning is issued and the
@@ -296,21 +296,21 @@ def attach(
     Args:
         trainer: a GRPOTrainer, before training, or another of the trainers above.
         manager: the manager that samples with the module that the trainer trains.
-        mode: handling of the KV cache while the trainer trains. None: the manager's configured mode.
-        on_error: `raise`: a failed completion raises `RolloutFailedError` in `train()`. `mask`: the row of a failed
-            completion becomes one token outside the loss, without a reward, and does not affect the group's advantages.
+        mode: handling of the KV cache while the trainer trains. If None, the manager's configured mode.
+        on_error: with "raise", a failed completion raises `RolloutFailedError` in `train()`. With "mask", its row becomes
+            one token outside the loss, without a reward, and does not affect the group's advantages.
         log: whether metrics are added to the trainer's logs, or the names of the metrics to add.
         checkpoint: whether the trainer's checkpoints contain the rollout's state.
         tree: whether the trainer's log-probs (for the loss, the old and the reference policy) are computed over prefix trees
             (`trainer_hooks.tree`). This saves most when a micro-batch holds the whole generation batch.
         replay: whether the trainer's log-probs are over the distribution after `top_k`, `top_p`, `min_p` and penalties.
-            Every completion then carries its kept tokens. None: replay if `top_k`, `top_p` or `min_p` truncates, except
+            Every completion then carries its kept tokens. If None, replay if `top_k`, `top_p` or `min_p` truncates, except
             (with a warning) with tools, a load-balancing loss or a Liger loss. Expert routes are replayed too if the rollout
             records them.
-        keep: function that returns whether a group of completions is worth training on (`rollout.rewards_differ`). Rejected
-            groups are replaced by other prompts from the training set, as in DAPO, until four times the batch has been
-            discarded. None: every group counts.
-        fallback: for trainers other than GRPOTrainer, see `trainer_hooks.generate.attach`.
+        keep: function that returns whether a group of completions is worth training on, such as `rollout.rewards_differ`.
+            Rejected groups are replaced by other prompts from the training set, as in DAPO, until four times the batch has
+            been discarded. If None, every group counts.
+        fallback: as in `trainer_hooks.generate.attach`; only for trainers other than GRPOTrainer.
 
     Returns:
         The attachment; `detach()` restores the trainer's original state.

@@ -1,4 +1,4 @@
-"""Checks of a GRPOTrainer's configuration, and its sampling parameters.
+"""The checks of a GRPOTrainer's configuration, and its translation to sampling parameters.
 
 The checks read attributes of the trainer and its GRPOConfig without changing them. An unsupported option raises an error
 that names it.
@@ -52,8 +52,8 @@ def sampling_params(trainer: Any, *, replay: bool = False) -> SamplingParams:
     if replay:
         return params.replace(return_kept_tokens=True)
     if banned := placeholders(trainer):
-        # Ban these tokens, as TRL's own generation does. The trained distribution keeps them, and the log-probs include
-        # their probability.
+        # Ban placeholder tokens, as TRL's own generation does. The trained distribution keeps them, and the log-probs
+        # include their probability.
         params = params.replace(logit_bias=dict.fromkeys(banned, -100.0) | (params.logit_bias or {}))
     return params.replace(logprobs_mode="tempered") if banned or params.shaping() else params
 
@@ -65,7 +65,7 @@ def _asked(trainer: Any) -> SamplingParams:
     } | {name: value for name in SHAPING if (value := getattr(trainer, name, None)) is not None}
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
-        # Express greedy sampling as top_k=1: at temperature 0 the log-probs would be at temperature 1, not at the
+        # Express greedy sampling as top_k=1. With temperature 0, log-probs would be at temperature 1 instead of the
         # trainer's temperature.
         asked |= FILTERS | {"top_k": 1}
     for name, value in given.items():
@@ -85,7 +85,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
     """Warn if completions are not sampled from the distribution whose log-probs the trainer computes.
 
     Args:
-        why_not_replayed: why kept tokens are not replayed, with the cure; "": there are no kept tokens.
+        why_not_replayed: reason why kept tokens are not replayed, with a remedy. Empty if there are no kept tokens.
     """
     params = _asked(trainer)
     # Do not warn about greedy sampling: all completions of a prompt are then equal, so there is no training signal.
@@ -172,10 +172,10 @@ def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
 
 
 def correction_mode(trainer: Any, stacklevel: int) -> str:
-    """Return GRPOConfig's `vllm_importance_sampling_mode`; if the loss requires it, warn and return a token-level mode."""
+    """Return GRPOConfig's `vllm_importance_sampling_mode`. If the loss requires it, warn and return a token-level mode."""
     asked = str(trainer.vllm_importance_sampling_mode)
-    # Replace the mode for this loss type: GRPOTrainer itself rejects it, but only if constructed with vLLM.
-    # GRPOConfig's default is one of the rejected modes.
+    # Replace sequence-level modes, which this loss type does not support. GRPOTrainer itself rejects them, but only if
+    # constructed with vLLM, and GRPOConfig's default is one of them.
     if trainer.loss_type != "vespo" or not trainer.vllm_importance_sampling_correction or asked in _BY_TOKEN:
         return asked
     warnings.warn(

@@ -1,4 +1,4 @@
-"""TRL's `environment_factory`: its environments run as episodes; a slow tool does not delay other episodes.
+"""Episodes of TRL's `environment_factory`, in which a slow tool does not delay other episodes.
 
 play = environment_play(WeatherEnvironment, tokenizer)  # a class with reset(**row), tools as methods, and get_reward()
 batch = manager.run(rows_of_the_dataset, play, SamplingParams(max_tokens=256), n=8)
@@ -31,8 +31,8 @@ def environment_play(factory: Callable[[], Any], tokenizer: Any, max_turns: int 
     A task is a prompt, or a row of the dataset. The row is passed to `reset(**row)`, and the text that `reset` returns is
     appended to the last message of the row's `prompt`. Tools are the environment's public methods. Tool calls are parsed in
     the format of the tokenizer's chat template. If a method raises or does not exist, the tool result is the error. Methods
-    that are not coroutines run on threads. The reward is `get_reward()`, or 0 without this method. The episode ends with the
-    first reply without a call, when the next prompt would not fit, or after `max_turns`.
+    that are not coroutines run on threads. The reward is `get_reward()`, or 0 if there is no such method. The episode ends
+    after the first reply without a tool call, after `max_turns`, or if the next prompt would not fit.
     """
     conversation = Conversation(tokenizer)
 

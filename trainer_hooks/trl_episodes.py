@@ -1,9 +1,9 @@
-"""TRL's `rollout_func` from an environment: `GRPOTrainer` trains on episodes of many turns.
+"""A `rollout_func` for TRL that plays episodes in an environment, so that `GRPOTrainer` trains on multi-turn episodes.
 
 manager = RolloutManager(model, tokenizer)
 trainer = GRPOTrainer(model, episode_reward, args=config, train_dataset=data,
                       rollout_func=episode_rollout_func(manager, Calculator, SamplingParams(max_tokens=32)))
-trainer.add_callback(RolloutCallback(manager))  # of trainer_hooks.transformers: the policy version follows the optimizer
+trainer.add_callback(RolloutCallback(manager))  # trainer_hooks.transformers: raises the policy version after each update
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def episode_rollout_func(
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """Return a `rollout_func` for `GRPOTrainer` that plays an episode for each of the dataset's prompts.
+    """Return a `rollout_func` for `GRPOTrainer` that plays one episode for each of the dataset's prompts.
 
-    A failed episode has None in `episode_rewards` and no tokens to train on.
+    A failed episode has the reward None in `episode_rewards`, and no tokens to train on.
 
     Args:
         environment, sampling_params, options: as in `RolloutManager.run`.
@@ -51,7 +51,7 @@ def episode_rollout_func(
         ]
         return {
             "prompt_ids": [request.prompt_tokens or [end] for request in batch],
-            # Return at least one token: TRL reads the last token of every completion.
+            # Return at least one token, because TRL reads the last token of every completion.
             "completion_ids": [request.generated_tokens or [end] for request in batch],
             "logprobs": [request.generated_log_probs or [0.0] for request in batch],
             "env_mask": [mask[: len(request.generated_tokens)].int().tolist() or [0]
@@ -63,5 +63,5 @@ def episode_rollout_func(
 
 
 def episode_reward(*, episode_rewards: list[float | None], **_: Any) -> list[float | None]:
-    """Return the environments' rewards. This is the reward function to pass to `GRPOTrainer`."""
+    """Return the environments' rewards. Pass this function to `GRPOTrainer` as its reward function."""
     return episode_rewards

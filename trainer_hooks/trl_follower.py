@@ -1,4 +1,4 @@
-"""A rollout's callback in a TRL trainer: it hooks the optimizer and adds to the trainer's logs and checkpoints."""
+"""The rollout's callback in a TRL trainer, which hooks the optimizer and adds the rollout to logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Log = bool | Collection[str]
 
 
 class Follower(RolloutCallback):
-    """A `RolloutCallback` that is called before the reporters, and that can resume without a state file of the rollout."""
+    """A `RolloutCallback` that is called before the reporters, and can resume without a state file of the rollout."""
 
     def __init__(self, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
         super().__init__(manager, mode=mode, log=log, checkpoint=checkpoint)
@@ -39,7 +39,7 @@ class Follower(RolloutCallback):
 
     def _resume(self, args: Any, state: Any) -> None:
         if self.manager.policy_version:
-            # Load nothing: the rollout already has a policy version, from an earlier training run.
+            # Load nothing, because an earlier training run has already raised the rollout's policy version.
             return
         file = self._file_to_resume(args, state)
         if file is not None and file.saved_by_anybody:
@@ -56,9 +56,9 @@ class Follower(RolloutCallback):
 
 
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
-    """Add a `Follower` to the trainer, which `undo` removes, unless the trainer has a `RolloutCallback` for `manager`."""
+    """Add a `Follower` to the trainer, unless it has a `RolloutCallback` for `manager`. `undo` removes the follower."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
-    # Add nothing: the caller's RolloutCallback already does all of this.
+    # Add nothing, because the caller's RolloutCallback already does the same.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):
         return follower
 
@@ -66,8 +66,8 @@ def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoi
         follower.detach()
         handler.callbacks = [each for each in handler.callbacks if each is not follower]
 
-    # Put the callback first, so that reporters receive the rollout's metrics too. Make a new list: inside a callback,
-    # the handler is iterating over the old one.
+    # Put the callback first, so that reporters receive the rollout's metrics too. Make a new list, because the handler
+    # iterates over the old one if this runs inside a callback.
     handler.callbacks = [follower, *handler.callbacks]
     undo.callback(unfollow)
     if trainer.optimizer is not None:

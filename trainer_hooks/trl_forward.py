@@ -14,7 +14,7 @@ from torch import nn
 def own_forward(model: nn.Module) -> Iterator[None]:
     """Remove TRL's replacement of `model.forward`, which only training needs, inside the block.
 
-    The replacement does not change generation, but prevents the engine from using its CPU kernels, which require the
+    The replacement does not change generation. But it prevents the engine from using its CPU kernels, which require the
     original `forward` of the model's class.
     """
     replaced = vars(model).get("forward")

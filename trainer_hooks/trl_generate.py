@@ -2,7 +2,7 @@
 
 `trainer_hooks.trl.attach` calls this module for every trainer except GRPOTrainer. `model.generate` runs on the engine, the
 policy version follows the optimizer, and logs and checkpoints include the rollout. RLOO and SDPO compute log-probs of the
-completions a second time before they train; in float32 they get the rollout's log-probs instead.
+completions a second time before they train; in float32 they use the rollout's log-probs instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainer_hooks.trl_follower import Log, follow
 
 
 class TrlGenerateAttachment:
-    """A TRL trainer's `model.generate` on the engine, until `detach()` or the end of the `with` block.
+    """A TRL trainer's hook on `model.generate`, active until `detach()` or the end of the `with` block.
 
     Attributes:
         trainer: the trainer.
         manager: the manager that samples.
-        hook: the hook on `model.generate`, which counts calls on the engine and calls of transformers' own loop.
+        hook: the hook on `model.generate`, which counts calls that ran on the engine and calls that ran transformers' loop.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TrlGenerateAttachment:
 
     @property
     def steps(self) -> int:
-        """The number of steps that changed the weights since training began; 0 if another callback has the hooks."""
+        """The number of steps that changed the weights since training began, or 0 if another callback has the hooks."""
         return self._follower.steps
 
     def detach(self) -> None:
@@ -69,7 +69,7 @@ class TrlGenerateAttachment:
             model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
         ) -> Any:
             # Use the sampled log-probs in TRL's pass before training, which needs neither gradients nor entropy. TRL
-            # calls it for the policy and then for the reference model; only the first call finds log-probs.
+            # calls it for the policy, which uses up the sampled log-probs, and then for the reference model.
             if not torch.is_grad_enabled() and not kwargs.get("compute_entropy"):
                 known = self._sampled(input_ids, attention_mask, logits_to_keep)
                 if known is not None:
@@ -95,10 +95,10 @@ class TrlGenerateAttachment:
         return computed
 
     def _sampled(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor | None:
-        """Return the log-probs [N, width] of the last batch, once. None: the trainer would compute different log-probs.
+        """Return the log-probs [N, width] of the last batch, once. Return None if the trainer would compute other ones.
 
-        The trainer would compute the same log-probs if the batch has the sampled tokens and the weights are the same, in
-        float32 without autocast and at the trainer's temperature.
+        The trainer would compute the same log-probs if its rows contain the sampled tokens and the weights have not
+        changed, in float32 without autocast and at the same temperature.
         """
         last, self.hook.last = self.hook.last, None
         parameters = self.manager.model.parameters()
@@ -117,7 +117,7 @@ class TrlGenerateAttachment:
             completion = last.completions[row]
             same = ids[:split][real[:split]].tolist() == last.prompts[row]
             # Compare the token ids, not the mask: TRL may mask a completion that was cut off, but its tokens are still
-            # there.
+            # in the row.
             if not same or ids[split : split + len(completion)].tolist() != completion:
                 return None
             found[row, : len(completion)] = torch.tensor(last.logprobs[row])
@@ -130,7 +130,7 @@ def attach_trainer(
     """Let a trainer other than GRPOTrainer generate with `manager`. See `trainer_hooks.trl.attach`.
 
     Args:
-        others: the options that only a GRPOTrainer takes, with their values.
+        others: options of `attach` that are only for a GRPOTrainer, with their values.
 
     Raises:
         TypeError: `trainer` is not a Trainer.

@@ -1,7 +1,7 @@
 """The images of a GRPOTrainer's prompts, in the form that the rollout needs.
 
-TRL passes token ids with all placeholders, and the images. The trainer's image processor turns the images into the model's
-tensors, once for equal adjacent rows.
+TRL passes the images, and token ids with all image placeholders. The trainer's image processor turns the images into the
+model's tensors, once for equal adjacent rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_vision(trainer: Any) -> bool:
 
 
 def placeholders(trainer: Any) -> list[int]:
-    """Return the ids of image and video placeholders. A completion must not contain them, since they have no images."""
+    """Return the ids of image and video placeholders. A completion must not contain them, because it has no images."""
     if not is_vision(trainer):
         return []
     named = (getattr(trainer.model.config, name, None) for name in ("image_token_id", "video_token_id"))
@@ -43,11 +43,11 @@ def prompt_groups(
 
     Args:
         prompts: the token ids of each row.
-        images: the images of each row, as Pillow images or arrays; None: no row has images.
+        images: the images of each row, as Pillow images or arrays. None if no row has images.
 
     Returns:
-        (prompt, number of rows) for each group. A prompt is its token ids; with images, it also has the image processor's
-        tensors, as `RolloutManager.generate` takes them.
+        (prompt, number of rows) for each group. A prompt is a list of token ids or, with images, a dict with the token ids
+        and the image processor's tensors, as `RolloutManager.generate` accepts it.
 
     Raises:
         ValueError: there are images, but the trainer has only a tokenizer.
@@ -70,7 +70,7 @@ def prompt_groups(
 
 
 def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | None]:
-    """Split TRL's image arguments by row; the entry of a row without images is None.
+    """Split TRL's image arguments by row. The entry of a row without images is None.
 
     Args:
         count: number of rows.
@@ -102,7 +102,7 @@ def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | N
 
 def _processed(trainer: Any, prompt: list[int], images: list[Any]) -> dict[str, Any]:
     made = trainer.processing_class.image_processor(images=images, return_tensors="pt")
-    # Keep only arguments of the model: other results serve to expand placeholders, which has already been done.
+    # Keep only arguments of the model. The other results serve to expand placeholders, which has already been done.
     taken = inspect.signature(type(trainer.accelerator.unwrap_model(trainer.model)).forward).parameters
     return {"input_ids": prompt} | {name: value for name, value in made.items() if name in taken}
 

@@ -24,8 +24,8 @@ class ScoredCompletion:
     """A completion with its reward, for `keep`.
 
     Attributes:
-        reward: weighted sum of the reward functions; None: no function has scored the completion.
-        error: the reason why there is no reward; None: there is a reward.
+        reward: weighted sum of the reward functions. None if no function has scored the completion.
+        error: the reason why there is no reward. None if there is one.
     """
 
     reward: float | None
@@ -41,11 +41,11 @@ Keep = Callable[[Sequence[ScoredCompletion]], bool]
 class FullBatches:
     """A replacement for a GRPOTrainer's `_generate_and_score_completions` that returns groups which `keep` accepts.
 
-    Once `MOST_DISCARDED` times the batch has been discarded, every group is kept. Prompts are drawn with torch's CPU
-    generator, whose state is in the trainer's checkpoint.
+    Once `MOST_DISCARDED` times the batch size has been discarded, every group is accepted. Prompts are drawn with torch's
+    CPU generator, whose state is in the trainer's checkpoint.
 
     Attributes:
-        discarded: number of groups that were rejected so far, on this rank.
+        discarded: number of groups that have been rejected so far, on this rank.
     """
 
     def __init__(self, trainer: Any, keep: Keep, score: Callable[[Any], dict[str, Any]]) -> None:
@@ -76,14 +76,14 @@ class FullBatches:
             groups = list(self._groups(len(inputs), size))
             good = [number for number, group in enumerate(groups) if self._keep(group)]
             bad = [number for number in range(len(groups)) if number not in good]
-            # After discarding `MOST_DISCARDED` groups per wanted group, keep rejected ones too, so that sampling ends.
+            # After discarding `MOST_DISCARDED` groups per wanted group, accept all groups, so that sampling finishes.
             chosen = sorted([*good, *bad[max(0, allowed) :]])[: wanted - kept]
             self.discarded += len(bad[: max(0, allowed)])
             allowed -= len(bad)
             parts.append(_rows(scored, [row for each in chosen for row in range(each * size, (each + 1) * size)]))
             kept += len(chosen)
-            # Draw as many prompts on every rank as the rank that is missing the most: scoring is a collective
-            # operation.
+            # Draw as many prompts on every rank as the rank that lacks the most groups needs: scoring is a collective
+            # operation, which all ranks must call with equally many rows.
             missing = int(trainer.accelerator.gather(torch.tensor([wanted - kept], device=self._device)).max())
             if not missing:
                 return self._joined(parts)
@@ -105,7 +105,7 @@ class FullBatches:
             yield each[start : start + size]
 
     def _drawn(self, count: int) -> list[dict[str, Any]]:
-        """Draw `count` examples from the training set, different examples on every rank."""
+        """Draw `count` examples from the training set. Every rank draws different ones."""
         accelerator, data = self._trainer.accelerator, self._trainer.train_dataset
         numbers = torch.randint(len(data), (count * accelerator.num_processes,)).tolist()
         first = accelerator.process_index * count
@@ -166,7 +166,7 @@ def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def _padded(values: list[Tensor], *, left: bool, value: int) -> Tensor:
-    """Concatenate rows of different lengths; shorter rows are padded on one side."""
+    """Concatenate rows of different lengths. Shorter rows are padded on one side."""
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(each.shape[1] for each in values)

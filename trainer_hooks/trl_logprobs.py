@@ -1,9 +1,9 @@
-"""A GRPOTrainer's log-prob pass, if `trainer_hooks.trl.attach` replaces it: over prefix trees, or over kept tokens.
+"""The replacement of a GRPOTrainer's log-prob pass by `trainer_hooks.trl.attach`, over prefix trees or kept tokens.
 
-TRL computes log-probs and entropies in one method, for the loss and, without gradient, for the old and the reference policy.
-It uses the whole vocabulary and padded rows. With prefix trees, a prompt that several rows share, including its images, is
-computed once. With kept tokens, log-probs are over the distribution that tokens were sampled from, so that top_k, top_p,
-min_p and penalties leave the importance ratio at 1.
+TRL computes log-probs and entropies in one method, over the whole vocabulary and padded rows. It calls the method for the
+loss and, without gradient, for the old and the reference policy. With prefix trees, a prompt that several rows share is
+computed once, including its images. With kept tokens, log-probs are over the distribution that tokens were sampled from, so
+that top_k, top_p, min_p and penalties leave the importance ratio at 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_tree(trainer: Any) -> None:
 
 
 def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
-    """Let `model`, which the trainer trains, and its reference model attend over trees; return a context that undoes this.
+    """Let `model`, which the trainer trains, and its reference model attend over trees. Return a context that undoes this.
 
     Raises:
         UnsupportedModelError, ValueError: see `trainer_hooks.tree.attach`.
@@ -61,9 +61,9 @@ class LogprobPass:
 
     Args:
         rows: the kept tokens and routes of the rows.
-        kept: sampling parameters of completions whose kept tokens are replayed; None: log-probs over the whole vocabulary.
-        trees: whether to compute logits over prefix trees; tree attention must be attached.
-        layout: how the model finds images among its tokens; None: no images.
+        kept: sampling parameters of completions whose kept tokens are replayed. If None, there are none.
+        trees: whether to compute logits over prefix trees, which requires attached tree attention.
+        layout: how the model finds images among its tokens. If None, images are not supported.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class LogprobPass:
             raise ValueError(
                 "images: log-probs over kept tokens, or of this model over prefix trees, are of text alone"
             )
-        # Process `batch_size` rows at a time, as TRL does without gradient to bound memory. Only these rows share
-        # prompts.
+        # Process `batch_size` rows at a time, as TRL does without gradient to bound memory. Prompts are shared only
+        # among these rows.
         size = batch_size or len(input_ids)
         found = []
         for rows in (slice(start, start + size) for start in range(0, len(input_ids), size)):
@@ -158,7 +158,7 @@ class LogprobPass:
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
-        # Treat no token as sampled: tokens that a tool returned, for example, may have images too.
+        # Treat no token as sampled, because images may also be among tokens of the completion, such as tool results.
         found = BatchImages.of(self._layout, images, tokens, np.zeros(tokens.shape, np.bool_), ids.device)
         assert found is not None
         packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routed_experts)

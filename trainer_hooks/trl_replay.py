@@ -1,4 +1,4 @@
-"""Replay in the log-prob pass of a GRPOTrainer: kept tokens of truncated sampling, and expert routes."""
+"""The decision whether a GRPOTrainer's log-prob pass replays kept tokens of truncated sampling, and expert routes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer_hooks.trl_images import is_vision
 
 
 def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
-    """Return why kept tokens are not replayed. None: they are replayed. "": sampling is not truncated.
+    """Return why kept tokens are not replayed: None if they are replayed, and "" if sampling is not truncated.
 
     Args:
-        asked: the argument `replay` of `attach`. None: replay if possible.
+        asked: the argument `replay` of `attach`. If None, replay if possible.
         routes: whether the engine records routes, which are replayed even without kept tokens.
 
     Raises:
@@ -24,7 +24,7 @@ def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
     if routes:
         _check_routes(trainer, asked)
     params = sampling_params(trainer)
-    # Do not count top_k=1: the only token of its kept set has the log-prob 0 and no gradient.
+    # Do not count top_k=1 as truncated: its only kept token has the log-prob 0 and no gradient.
     why = _why_not(trainer, params) if params.truncated and params.top_k != 1 else ""
     if asked and why is not None and (why or not routes):
         raise ConfigError(
@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Return the option that prevents a replay of kept tokens, with the cure; None: no option prevents it."""
+    """Return the option that prevents a replay of kept tokens, with the remedy, or None if no option prevents it."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

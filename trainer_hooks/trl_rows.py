@@ -1,8 +1,8 @@
-"""Data of generated rows in addition to TRL's own tensors: kept tokens and expert routes, for the log-prob pass.
+"""The data of generated rows that TRL has no tensors for: kept tokens and expert routes, for the log-prob pass.
 
-The data is stored next to TRL's tensors, so TRL shuffles and splits it with them. Routes are replayed in every forward pass
-of the log-prob pass. After a forward pass with gradient, the replay lasts until the end of the training step, because the
-backward pass computes the routers again under gradient checkpointing.
+The data is stored next to TRL's tensors, so TRL shuffles and splits it together with them. Routes are replayed in every
+forward pass of the log-prob pass. After a forward pass with gradient, the replay lasts until the end of the training step,
+because with gradient checkpointing the backward pass runs the routers again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_rou
 
 
 class GeneratedRows:
-    """The kept tokens and expert routes of the rows in the next forward pass, as far as they are replayed.
+    """The kept tokens and expert routes of the rows in the next forward pass, if they are replayed.
 
     Args:
         kept: whether kept tokens are replayed.
@@ -41,7 +41,7 @@ class GeneratedRows:
     # --- from generation to forward pass ------------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
-        """Store the rows of a generation until TRL has scored them; a failed row is a single token."""
+        """Store the rows of a generation until TRL has scored them. A failed row is a single token."""
         self._now = {}
         if self._kept:
             sets = [
@@ -54,14 +54,14 @@ class GeneratedRows:
                 name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
             }
         if self._routes and batch.routed_experts is not None:
-            # Keep the routes on the host; each router copies what it needs to its own device. Add one column for the
-            # single token of a failed row.
+            # Keep the routes on the host, because each router copies what it needs to its own device. Add one column
+            # for the single token of a failed row.
             routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
             routes[torch.tensor(failed)] = -1
             self._now[_ROUTES] = routes
 
     def scored(self, outputs: dict[str, Any]) -> dict[str, Any]:
-        """Return TRL's data of a generation with the rows added."""
+        """Return TRL's outputs for a generation, with the stored rows added."""
         now, self._now = self._now, {}
         return outputs | now
 
@@ -84,7 +84,7 @@ class GeneratedRows:
     # --- routes -------------------------------------------------------------------------------------------------
 
     def routes(self, rows: slice) -> Tensor | None:
-        """Return the routes of each row's first W tokens, int16 [N, W, layers, k]. None: routes are not replayed."""
+        """Return the routes of each row's first W tokens, int16 [N, W, layers, k], or None if routes are not replayed."""
         return self._now[_ROUTES][rows] if _ROUTES in self._now else None
 
     @contextmanager

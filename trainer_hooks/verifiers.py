@@ -1,4 +1,4 @@
-"""`Trace`s of verifiers 0.4 as an `EpisodeBatch`: completions that its environments sample over HTTP become training data.
+"""The conversion of verifiers 0.4 traces, whose completions were sampled over HTTP, to an `EpisodeBatch` for training.
 
 traces = [trace for episode in episodes for trace in episode.traces]  # from environments that sample with `rollout serve`
 batch = trace_batch(traces, policy_version=version, pad_token_id=tokenizer.pad_token_id, n=8)
@@ -27,15 +27,15 @@ def trace_batch(
     sampling_params: SamplingParams | None = None,
     **options: Any,
 ) -> EpisodeBatch:
-    """Return a batch with one row per branch of every trace; a token that branches share is trained once.
+    """Return a batch with one row per branch of every trace. A token that branches share is trained once.
 
     Args:
-        traces: traces of `verifiers.v1` from its training client, with the n traces of a task next to each other.
+        traces: traces of `verifiers.v1` from its training client. The n traces of a task are next to each other.
         policy_version: policy version of all sampled tokens, which traces do not record. If tokens have several versions,
             pass the oldest.
         pad_token_id: token id of padding in the batch.
         n: number of traces per task.
-        sampling_params: parameters that the tokens were sampled with. None: the defaults.
+        sampling_params: parameters that the tokens were sampled with. If None, the defaults.
         options: further arguments of `EpisodeBatch.from_episodes`.
 
     Raises:

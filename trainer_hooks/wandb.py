@@ -1,7 +1,7 @@
-"""Logs metrics of a training run to Weights & Biases on one axis, the trainer's step.
+"""A logger of a training run's metrics to Weights & Biases, on one axis: the trainer's step.
 
-wandb is imported when a logger is constructed. A logger never prompts: without a login the run is offline, and `wandb sync`
-uploads it later.
+wandb is imported when a logger is constructed. A logger never prompts for a login. Without one, the run is offline, and
+`wandb sync` uploads it later.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_sta
 
 
 class WandbLogger:
-    """A logger to a wandb run whose axes are defined; as a context manager, it finishes the run.
+    """A logger to a wandb run whose axes are defined. As a context manager, it finishes the run.
 
     If a run is already active in this process, that run is used, and `finish()` leaves it open.
 
     Args:
         project: wandb project of the run.
         config: configuration logged with the run.
-        directory: parent of the folder `wandb` with the run's files. None: the current directory.
-        name: name of the run. None: chosen by wandb.
-        mode: "online", "offline" or "disabled". None: WANDB_MODE if set and not empty; else online if the user is logged
-            in, else offline.
+        directory: folder in which wandb creates its folder `wandb` for the run's files. If None, the current directory.
+        name: name of the run. If None, wandb chooses one.
+        mode: "online", "offline" or "disabled". If None, the variable WANDB_MODE if it is set and not empty; else "online"
+            if the user is logged in, and "offline" if not.
 
     Raises:
         ValueError: `mode` is "online" without a login.
@@ -71,7 +71,7 @@ class WandbLogger:
             self.run.define_metric(axis, step_metric=STEP)
 
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
-        """Log the dicts together as one point. Values are numbers, numpy or torch scalars.
+        """Log the dicts together as one point. Their values are numbers, or numpy or torch scalars.
 
         Raises:
             KeyError: a name under `rollout/` is not in the table of `rollout.observe.metric_table`.
@@ -100,13 +100,13 @@ class WandbLogger:
     ) -> None:
         """Log a table of sample rollouts, worst to best, and a histogram of all completion lengths.
 
-        The column `by_version` has the completion as HTML, in which the background colour shows the age of each token.
+        The column `by_version` shows the completion as HTML, with each token's age as its background colour.
 
         Args:
             batch: the batch of N samples.
             rewards: one number per sample, as a sequence, array or tensor [N].
             rows: number of samples in the table, spread evenly over the ranking by reward.
-            tokenizer: tokenizer that decodes `by_version`. None: show token ids.
+            tokenizer: tokenizer that decodes tokens for `by_version`. If None, token ids are shown.
 
         Raises:
             ValueError: the number of rewards is not N.
@@ -176,7 +176,7 @@ def _numbers(values: Any) -> NDArray[np.float64]:
 
 
 def _mean_staleness(batch: RolloutBatch) -> NDArray[np.float64]:
-    # Include tokens outside the response mask: samples that were masked out for staleness count too.
+    # Include tokens outside the response mask, so that samples that were masked out for staleness count too.
     position = np.arange(batch.input_ids.shape[1])
     start = _numbers(batch.prompt_lengths)[:, None]
     length = _numbers(batch.response_lengths)
