@@ -85,8 +85,7 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
     try:
         while not values or reader.tell() < len(packed):
             values.append(reader.unpack())
-    # OutOfData means a truncated value. ValueError is the base class of the other msgpack errors that can occur here. A
-    # list as a map key causes TypeError.
+    # A truncated value raises OutOfData, and a list as a map key TypeError. Other msgpack errors are ValueErrors here.
     except (msgpack.OutOfData, ValueError, TypeError, RecursionError) as exc:
         raise SerializationError(
             f"{what}: {len(packed)} bytes that are no msgpack ({type(exc).__name__}: {exc})"

@@ -144,7 +144,7 @@ class SampleDelta:
         return [] if self.top_n is None else unpack_top_n(self.top_n)
 
     def route_rows(self, positions: int) -> Routes | None:
-        """Return the expert routes, or None if not recorded; raise `SerializationError` unless [positions, layers, k]."""
+        """Return the expert routes [positions, layers, k]; None if not recorded. Raise `SerializationError` if malformed."""
         if self.routes is None:
             return None
         first, routes = unpack_routes(self.routes)

@@ -19,7 +19,7 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
 
     If a mapping has several rows of `input_ids`, positions that `attention_mask` masks are removed. A 2-D array has no mask,
     so a row that begins or ends with the padding token raises an error. Lists of equal length only cause a warning. If every
-    row has exactly one padding token there, and it is also the bos or eos token, it counts as a token: the longest row of a
+    row has exactly one padding token at that end, and it is the bos or eos token, it counts as a token: the longest row of a
     padded batch has no padding.
 
     Args:
@@ -219,7 +219,7 @@ def plain_messages(
 
 
 def known_roles(messages: list[Message], template: str) -> list[Message]:
-    """Replace the role "developer" by "system" if the template lacks "developer": most templates drop unknown roles."""
+    """Replace the role "developer" by "system" if the template does not contain it: most templates drop unknown roles."""
     if "developer" in template:
         return messages
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]

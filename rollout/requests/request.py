@@ -283,8 +283,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
         Args:
             version: the new policy version.
-            policy_only: whether the request is waiting and has no KV. If so, the KV spans keep their staleness, and the
-                policy spans stay empty until there is a token.
+            policy_only: whether the request is waiting and has no KV. If so, the versions in `kv_spans` rise by as much as
+                the policy version, and `policy_spans` stays empty until there is a token.
 
         Raises:
             ValueError: `version` is below `policy_version`.

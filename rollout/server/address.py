@@ -1,4 +1,4 @@
-"""The address of a server, which can be checked without importing torch."""
+"""The listening address of a server. This module does not import torch, so a wrong address is found before a slow start."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:
 
 
 def bare_app(serving: Serving) -> FastAPI:
-    """Build the application without endpoints: authentication, limits, error handling, OpenAPI description."""
+    """Build the application without endpoints, but with authentication, error handling and OpenAPI description."""
     app = _DescribedApp(
         title="rollout",
         version="1",
@@ -136,7 +136,7 @@ def add_watching_routes(app: FastAPI, serving: Serving) -> None:
     """Register `/health`, its alias `/ping`, and `/metrics`."""
 
     async def health() -> Response:
-        """Return `status` and `policy_version`, with HTTP status 200 while the engine is alive, otherwise 503.
+        """Return `status` and `policy_version`. The HTTP status is 200 while the engine is alive, otherwise 503.
 
         `status` is the engine's state (`running`, `paused`, `suspended`, …), `dead` or `coordinator_lost`. A paused or
         suspended engine is alive. The route requires no key."""
@@ -170,7 +170,7 @@ async def _tell(_: Request, exc: Exception) -> Response:
 
 
 class _DescribedApp(FastAPI):
-    """A FastAPI application that documents all errors once. It never replies with 422: an invalid body is a 400."""
+    """A FastAPI application that documents the same error reply for every route. An invalid body is a 400, never a 422."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema:

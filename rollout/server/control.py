@@ -4,8 +4,8 @@
     /abort_requests  /reset_prefix_cache  /update_weights  /update_weight_version
     /v1/load_lora_adapter  /v1/unload_lora_adapter  /server_info  /get_world_size
 
-A route replies once its call has completed. If the engine's current state does not allow the call, the reply is a 409 with
-the engine's message.
+A route replies once its action has completed. If the engine's current state does not allow the action, the reply is a 409
+with the engine's message.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/sleep")
     async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> Reply:
-        """Pause every engine and release its KV memory. Level 1 keeps the KV on the host; level 2 recomputes it later."""
+        """Pause every engine and release its KV memory. Level 1 copies the KV to the host; level 2 recomputes it later."""
         await control.pause(mode)
         if llm.state == EngineState.PAUSED:
             await control.ask(
@@ -220,7 +220,7 @@ class Control:
         return told | {"aborted": 0, "flushed_blocks": 0} | done
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM; raise `ApiError` 409 if the engine's state or direct mode does not allow the call."""
+        """Call a method of the LLM; raise `ApiError` 409 if the engine's state or its direct mode does not allow this."""
         try:
             return await self._serving.ask(method, *arguments)
         except RuntimeError as exc:
@@ -244,7 +244,7 @@ class Control:
             elif mode == "wait" and self._llm.state == EngineState.RUNNING:
                 await serving.drained(None)
                 if not serving.shut:
-                    return  # Another call has resumed the engines meanwhile.
+                    return  # Another call has resumed the engines meanwhile, so the pause is cancelled.
             if self._llm.state == EngineState.RUNNING:
                 await self.ask(self._llm.pause)
 

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format. Every server has its own registry, so that metric names cannot collide."""
+"""Metrics in Prometheus' text format. Every server has its own registry, so its metrics cannot collide with a trainer's."""
 
 from __future__ import annotations
 

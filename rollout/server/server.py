@@ -101,7 +101,7 @@ class Server:
                     self._end(self._life), self._config.shutdown_grace_s + 2 * ABORT_TIMEOUT_S + START_TIMEOUT_S
                 )
             except RuntimeError:
-                # If the server's task has finished, ignore the error: closing the LLM's loop cancels the call above too.
+                # If the server's task has finished, ignore the error: the LLM's loop was closed, which stops the server.
                 if not self._life.done():
                     raise
 

@@ -116,7 +116,7 @@ class Serving:
             self._drained.set()
 
     def time_limit(self, timeout_s: float | None) -> float:
-        """Return a request's time limit in seconds: `timeout_s`, but at most `ServerConfig.request_timeout_s`."""
+        """Return a request's time limit in seconds: `timeout_s`, at most and by default `ServerConfig.request_timeout_s`."""
         longest = self.config.request_timeout_s
         return longest if timeout_s is None else min(timeout_s, longest)
 
@@ -194,7 +194,7 @@ class Turn:
         self._until = time.monotonic() + TURN_S
 
     async def pause(self) -> None:
-        """Let other tasks run if `TURN_S` seconds have passed since the last time."""
+        """Let other tasks run if `TURN_S` seconds have passed since they last could."""
         if time.monotonic() > self._until:
             await asyncio.sleep(0)
             self._until = time.monotonic() + TURN_S

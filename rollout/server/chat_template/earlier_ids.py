@@ -79,8 +79,7 @@ def latest_reply(
     """Return the latest reply whose digests match and the reason why the last reply's ids are not used. Either may be None.
 
     Args:
-        messages: the conversation; assistant messages may have `rollout`, an object with `prompt_token_ids` and
-            `token_ids`.
+        messages: the conversation. An assistant message may have `rollout`, an object with token ids and digests.
         plain: the same messages in the format that chat templates take.
         ask: a function that renders messages followed by a generation prompt.
         vocab_size: exclusive upper bound of token ids.
@@ -115,7 +114,7 @@ def _what_changed(plain: list[Message], index: int, rollout: Mapping[str, Any], 
     try:
         prompt = text_digest(ask(plain[:index]))
     except InvalidRequestError:
-        # Treat a conversation that the template rejects as changed: the template rendered the reply's original prompt.
+        # Treat a conversation that the template rejects as changed, because the template did render the reply's prompt.
         return _OTHER_PROMPT
     if prompt != rollout["prompt_digest"]:
         return _OTHER_PROMPT
@@ -145,10 +144,9 @@ def _token_ids(rollout: Mapping[str, Any], name: str, where: str, vocab_size: in
 def text_behind_reply(messages: list[Message], index: int, write: Write, special_texts: Collection[str]) -> str | None:
     """Return the text that the template `write` renders after the reply `messages[index]`, from the reply's end of turn on.
 
-    A mark replaces the reply's content, or the arguments of its last tool call. The call itself stays, because a template
-    may require a tool message after a call, or render different text after a call. The text that closes a call belongs to
-    the reply. The reply's end is therefore the first special token (one of `special_texts`) after the mark. Returns None if
-    the text cannot be determined.
+    A mark replaces the reply's content, or the arguments of its last tool call. The call itself stays, because templates may
+    treat the messages after a call differently. The text that closes a call belongs to the reply, so the reply ends at the
+    first special token (one of `special_texts`) after the mark. Returns None if the text cannot be determined.
     """
     mark, reply = _mark(), messages[index]
     if "tool_calls" not in reply:

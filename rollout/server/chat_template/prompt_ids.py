@@ -1,4 +1,4 @@
-"""A tokenizer of prompts that rejects a text that is too long before it is tokenised. Thread-safe."""
+"""A thread-safe tokenizer of prompts, which rejects a text that is too long without tokenising it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 - Text that only resembles a call (invalid JSON, no name) is returned completely as content.
 - Every character is searched once.
 
-The formats are data (`tool_formats`); one state machine parses them all.
+The tool-call formats are data (`tool_formats`), and one state machine parses them all.
 """
 
 from __future__ import annotations

@@ -189,6 +189,6 @@ def _piece(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = 
 
 
 def _finish_reason(delta: TextDelta, reader: ReplyReader) -> str | None:
-    """Return OpenAI's finish reason, which is `tool_calls` for a reply that stopped by itself and contains calls."""
+    """Return OpenAI's finish reason, with `tool_calls` instead of `stop` for a reply that contains calls."""
     reason = finish_reason(delta)
     return "tool_calls" if reason == "stop" and reader.called else reason

@@ -89,8 +89,9 @@ class RolloutIds(BaseModel):
     token_ids: TokenIds
     """Token ids of the reply."""
     prompt_digest: str | None = Field(None, max_length=256)
-    """Digest from the reply, unchanged. Token ids without both digests are not reused."""
+    """Digest of the prompt, unchanged from the reply. Token ids without both digests are not reused."""
     content_digest: str | None = Field(None, max_length=256)
+    """Digest of the reply's content and tool calls, unchanged from the reply."""
 
 
 _PARTS = Discriminator(

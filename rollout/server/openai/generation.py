@@ -31,7 +31,7 @@ from rollout.state import FinishReason
 
 Group = list[DynamicInferenceRequest]
 Asked = tuple[list[int], SamplingParams]
-"""(token ids, sampling parameters) of a prompt."""
+"""The (token ids, sampling parameters) of a prompt."""
 REPLY: dict[int | str, dict[str, Any]] = {
     200: {
         "description": 'The reply; with stream=true its chunks, then `[DONE]`, or `{"error": …}` after an error.',
@@ -127,7 +127,7 @@ class Dialect(Protocol):
         """Return the choice of a finished sample, whose `delta` contains the whole sample."""
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the chunks of a delta, each as (choice, fields next to it)."""
+        """Return the chunks of a delta, each as (choice, fields next to the choices)."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
         """Return the prompt's fields that a whole reply has next to its choices. A field is null unless requested."""
@@ -155,7 +155,7 @@ class Reply:
             ClientGoneError: the client disconnected.
             ApiError: 400 if a prompt can never be served or a stream requests prompt log-probs; 500 if a sample failed; 503
                 if a sample was restarted after a part of it had been sent.
-            RolloutError: the engine no longer accepts requests, or a group failed.
+            RolloutError: the engine no longer accepts requests, or a prompt's group of samples failed.
         """
         if self.body.stream:
             if any(params.prompt_logprobs is not None for _, params in self.asked):
@@ -169,7 +169,7 @@ class Reply:
         return Response(await self._encoded(groups), media_type="application/json")
 
     async def _encoded(self, groups: list[Group]) -> bytes:
-        """Encode a whole reply in short turns, because encoding thousands of choices at once would block the event loop."""
+        """Encode a whole reply. Other tasks run in between, because encoding thousands of choices takes long."""
         version, turn = self.serving.llm.policy_version, Turn()
         choices: list[bytes] = []
         for prompt, group in enumerate(groups):

@@ -161,7 +161,7 @@ def prompt_logprobs(
 ) -> list[dict[str, dict[str, Any]] | None]:
     """Return one dict per prompt position, as vLLM does: token id → log-prob, rank and text. The first position has None.
 
-    If the prompt's token is not among the `top` most likely tokens, its rank is `top + 1`, the lowest possible rank.
+    The prompt's own token is always included. If it is not among the `top` most likely tokens, its rank is set to `top + 1`.
     """
     found: list[dict[str, dict[str, Any]] | None] = []
     for token, log_prob, row in zip(*prompt_columns(sample, top), strict=True):

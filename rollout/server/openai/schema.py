@@ -70,9 +70,11 @@ class StructuredOutputs(Body):
     """A constraint on the generated text, as in vLLM. Exactly one field must be set."""
 
     json_: str | dict[str, JsonValue] | bool | None = Field(None, alias="json")
+    """A JSON schema that the text must fit, as an object or as JSON text."""
     regex: str | None = None
     """A regular expression that the whole text must match."""
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_BIASES)] | None = None
+    """The texts of which the reply must be one."""
     grammar: str | None = None
     """A context-free grammar in llguidance's dialect of Lark."""
     json_object: bool = False

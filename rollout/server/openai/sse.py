@@ -45,7 +45,7 @@ class Chunks:
 
     Args:
         head: fields common to all chunks, which are encoded once.
-        with_usage: whether the last chunk has the usage, and all others `"usage": null`.
+        with_usage: whether the last chunk has the usage, and all other chunks have `"usage": null`.
     """
 
     def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
