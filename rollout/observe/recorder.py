@@ -3,8 +3,8 @@
     Stepper, Ledger, EngineControl → EngineTap → EngineLog      steps, finished samples, control calls of one engine
     manager phases, `span`, `mark`  → TraceRecorder             events outside the engines
 
-A trace covers a process, including engines that are built while the trace is recorded. Recording only appends to lists, so
-any thread may record. After `MAX_ROWS` steps or samples, further rows are counted but not kept.
+A trace covers a process, including engines that are built during the recording. Recording only appends to lists, so any
+thread may record. After `MAX_ROWS` steps or samples, further rows are counted but not kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Life:
         versions: (time, policy version) of the sample's first token and of every change of version after it.
         prompt_tokens, tokens: lengths of prompt and completion in tokens.
         cached_tokens: number of prompt tokens whose KV came from the prefix cache at the first admission.
-        finish: value of the `FinishReason`; "unfinished" if the sample had not finished at the end of the trace.
+        finish: value of the `FinishReason`; "unfinished" if the sample had not finished when the trace stopped.
     """
 
     request_id: int
@@ -179,7 +179,7 @@ class EngineLog:
         self._marks: list[float] = []
 
     def step_begins(self, tokens_saved: int) -> None:
-        """Record the start of a step. `step_reached` and `step_ends` follow, unless the step is empty or fails."""
+        """Record the start of a step. Calls of `step_reached` and `step_ends` follow, unless the step is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
             self.saved_before = tokens_saved
@@ -189,7 +189,7 @@ class EngineLog:
         self._marks.append(self.clock())
 
     def step_ends(self, numbers: Iterable[int]) -> None:
-        """Record the end of a step; `numbers` are the fields of `StepRow` that follow the times."""
+        """Record that a step has finished; `numbers` are the fields of `StepRow` that follow the times."""
         if len(self.steps) >= MAX_ROWS:
             self.dropped += 1
             return
@@ -277,7 +277,7 @@ class EngineTap:
     Args:
         clock: the engine's clock, which gives the times of events and steps.
         state: function that returns the value of the engine's `EngineState`.
-        records: function that updates and returns the records of the engine's unfinished samples; called when a trace ends.
+        records: function that updates and returns the records of the engine's unfinished samples; called when a trace stops.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def _acquire(lock: threading.Lock) -> None:
 class Turns:
     """A queue of threads that use one engine one at a time, because they would otherwise take each other's results.
 
-    A turn ends with the `with` block, even if the block raises. Ctrl-C interrupts a waiting thread.
+    A turn finishes with the `with` block, even if the block raises. Ctrl-C interrupts a waiting thread.
 
     Args:
         check: function that is called before each turn; it may raise.

@@ -319,8 +319,8 @@ class RolloutBatch:
 
         Each row is yielded once, as soon as its tokens are computed, with all rows that the same forward pass completes.
         Rows without tokens in `response_mask` are skipped. Call backward before the next rows are yielded: a shared prefix
-        collects the gradients of all its branches, and its backward pass runs once. Gradients are complete when the loop
-        ends. A loss may use a row as a whole, but not rows of different iterations.
+        collects the gradients of all its branches, and its backward pass runs once. Gradients are complete after the loop. A
+        loss may use a row as a whole, but not rows of different iterations.
 
         Args:
             model: a model with `trainer_hooks.tree` attached. Under DDP or FSDP, where each backward pass belongs to one
@@ -422,7 +422,7 @@ class RolloutBatch:
         """Pack the tokens of rows with every common prefix once, for a model with `trainer_hooks.tree` attached.
 
         For `packed = batch.tree()`, `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded
-        routes, a common prefix ends where experts differ; `rollout.replay(packed, model)` replays the routes.
+        routes, a common prefix stops where experts differ; `rollout.replay(packed, model)` replays the routes.
 
         Args:
             rows: the rows to pack, as int64 indices or a slice. None means all rows.

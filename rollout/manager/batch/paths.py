@@ -121,7 +121,7 @@ def along_paths(
 def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
     """Yield segments [start, stop) of at most `limit` tokens, in order.
 
-    Small subtrees share a segment. A chain ends at a branch or at the limit.
+    Small subtrees share a segment. A chain stops at a branch or at the limit.
     """
     start, token, chain = 0, 0, False
     while token < len(ends):

@@ -39,8 +39,7 @@ class PackedTree:
     attention reads this mask."""
 
     rows: Tensor
-    """int64 [N]: the batch row number of each packed row, in order. `advantages[packed.rows]` has the rows of
-    `logprobs_of`."""
+    """int64 [N]: the batch row number of each row, in order. `advantages[packed.rows]` has the rows of `logprobs_of`."""
 
     nodes: Tensor
     """int64 [N, T]: index in the tree of each token of each row; -1 on padding."""
@@ -97,7 +96,8 @@ class PackedTree:
     ) -> LogitScores:
         """Run the model over the tree; return every wanted token's log-prob over the whole vocabulary.
 
-        Log-probs are differentiable. Logits are computed a tile at a time, in the forward and again in the backward pass.
+        Log-probs are differentiable. Logits are computed a tile at a time, in the forward pass and again in the backward
+        pass.
 
         Args:
             model: a model with `trainer_hooks.tree` attached, or a wrapper of such a model.

@@ -32,7 +32,7 @@ class Environment(Protocol):
     """The environment of one episode. Its methods may be coroutines.
 
     A method that is not a coroutine runs on a pool thread, so it may block without delaying other episodes. If there is a
-    method `close()`, it is always called at the end of the episode.
+    method `close()`, it is always called when the episode finishes.
     """
 
     def reset(self, task: Any) -> Prompt | Awaitable[Prompt]:
