@@ -30,7 +30,7 @@ from rollout.threads.interrupts import interrupt_deferred
 
 OnError = Literal["raise", "mask"]
 MOST_DISCARDED = 4
-"""If `max_discarded` is None, a call discards at most this many times the number of groups that it returns."""
+"""The default of `max_discarded`, as a multiple of the number of groups that a call returns."""
 Groups = GroupLedger | EpisodePlayer
 Batch = TypeVar("Batch", bound=RolloutBatch)
 
@@ -313,7 +313,7 @@ def check_count(name: str, value: Any, least: int = 1, *, optional: bool = True)
 def most_discarded(groups: int | None, asked: int | None) -> float:
     """Return the number of groups that a call may discard.
 
-    This is `asked` unless it is None. The default is four times `groups`, or no limit if `groups` is None too.
+    This is `asked`, or four times `groups` by default. Without either number, there is no limit.
     """
     check_count("max_discarded", asked, 0)
     return (math.inf if groups is None else MOST_DISCARDED * groups) if asked is None else asked

@@ -114,7 +114,7 @@ class MetricsRecorder:
             self._summaries[name].extend(flat)
 
     def enter_phase(self, phase: str | None) -> None:
-        """Count wall time from now on towards `phase`, one of `PHASES`, or towards no phase if it is None."""
+        """Count wall time from now on towards `phase`, one of `PHASES`; with None, count it towards no phase."""
         with self._lock:
             self._account()
             self._phase = phase

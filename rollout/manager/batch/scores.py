@@ -140,7 +140,7 @@ class Scorer:
 
         Raises:
             InvalidRequestError: a sequence is empty or too long, or has an unknown token id or adapter.
-            ConfigError: an argument is out of range; or `temperature` is None and a row was sampled with penalties, or
+            ConfigError: an argument is out of range; or, without `temperature`, a row was sampled with penalties, or
                 truncated without kept tokens.
             EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
         """
