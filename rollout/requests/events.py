@@ -1,4 +1,4 @@
-"""Timestamped events of a request, with their payload rules and their form for transport.
+"""Timestamped events of a request, with their payload rules and their msgpack encoding.
 
 Events are immutable. The event logs of a request's segments are joined when the segments are merged.
 """

@@ -52,7 +52,7 @@ class VersionSpans:
         return tuple((v, end - start) for v, start, end in zip(self._versions, starts, self._ends, strict=False))
 
     def extend(self, count: int, version: int) -> None:
-        """Append `count` positions with `version`; `ValueError` if `count` is negative."""
+        """Append `count` positions with `version`; raise `ValueError` if `count` is negative."""
         if count < 0:
             raise ValueError(f"VersionSpans.extend: count={count!r} must be at least 0")
         if count == 0:
@@ -88,7 +88,7 @@ class VersionSpans:
         self._ends.clear()
 
     def version_at(self, position: int) -> int:
-        """Return the version at `position`; `IndexError` if the position is not covered."""
+        """Return the version at `position`; raise `IndexError` if the position is not covered."""
         if not 0 <= position < len(self):
             raise IndexError(f"VersionSpans.version_at: position={position!r} must be in [0, {len(self)})")
         return self._versions[bisect_right(self._ends, position)]

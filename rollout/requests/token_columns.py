@@ -30,9 +30,9 @@ class KeptTokens:
     """
 
     ids: IntArray
-    """int32 [sum of counts]: the ids of all sets, one set after another."""
+    """The ids of all sets, one set after another, int32 [sum of counts]."""
     counts: IntArray
-    """int32 [G]: the size of each token's set."""
+    """The size of each token's set, int32 [G]."""
 
     @classmethod
     def of(cls, sets: Iterable[Any]) -> KeptTokens:
@@ -79,7 +79,7 @@ class KeptTokens:
         return [ids.tolist() for ids in self]
 
     def wrong_for(self, tokens: list[int]) -> str | None:
-        """Return the reason why `tokens` cannot have been drawn from these sets, or None. Ids have no upper bound here."""
+        """Return the reason why `tokens` cannot have been drawn from these sets, or None. High ids are not rejected."""
         if len(self) != len(tokens):
             return f"{len(self)} sets for {len(tokens)} tokens: must be one each"
         if not len(self):
@@ -103,7 +103,7 @@ def pack_kept(sets: KeptTokens) -> bytes:
 
 
 def packed_sets(sets: KeptTokens) -> list[bytes]:
-    """Pack each token's set separately."""
+    """Encode each token's set separately, in the format of `pack_kept`."""
     packed, ends = pack_kept(sets), (4 * np.cumsum(sets.counts + 1)).tolist()
     return [packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -182,7 +182,7 @@ def first_unread(computed: int, position: int) -> int:
 
 
 def overlaid(parts: Sequence[tuple[int, Routes]]) -> tuple[int, Routes]:
-    """Join consecutive parts of one sample to (first position, routes). A later part replaces earlier routes it overlaps.
+    """Join consecutive parts of one sample to (first position, routes). Where parts overlap, the later part's routes count.
 
     Raises:
         ValueError: positions between two parts are missing, or their [layers, k] differ.

@@ -1,4 +1,4 @@
-"""The listening address of a server. This module does not import torch, so a wrong address is found before a slow start."""
+"""The listening address of a server. Without an import of torch, a wrong address is reported before the model is loaded."""
 
 from __future__ import annotations
 

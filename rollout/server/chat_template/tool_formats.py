@@ -24,7 +24,7 @@ class ToolFormat:
     foreign: tuple[str, ...] = ()
     """The texts that no template of this family contains."""
     marker: str
-    """The text that introduces a tool call."""
+    """The text that introduces a block of one or more tool calls."""
     bare: str = ""
     """The first text of a call whose marker is missing at the start of a reply. A marker that is a special token does not
     appear in the reply's text. If "", a call always has its marker."""

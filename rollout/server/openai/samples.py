@@ -72,9 +72,9 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
 
 
 def refuse_failed(finish_reason: str | None, error: str | None, index: int) -> None:
-    """Raise if a sample has failed; return if it is unfinished or has a result.
+    """Raise `ApiError` if a sample has failed; return if it is unfinished or has a result.
 
-    The `ApiError` is a 500 `sample_failed`, a 400 if the request is invalid, or a 409 if it was aborted."""
+    The status is 409 if the sample was aborted, 400 if its request is invalid, and otherwise 500."""
     if finish_reason == FinishReason.ABORT:
         cause = f": {error}" if error else ""
         raise ApiError(409, f"choice {index} was aborted{cause}", code="aborted")
@@ -131,7 +131,7 @@ def sampling_mask(delta: TextDelta) -> dict[str, Any]:
 
 
 def ending(delta: TextDelta) -> dict[str, Any]:
-    """Return the field `finish_reason` of `rollout`, the engine's reason; empty while the sample is unfinished."""
+    """Return the field `finish_reason` of `rollout`, with the engine's own reason; empty while the sample is unfinished."""
     return {} if delta.finish_reason is None else {"finish_reason": delta.finish_reason}
 
 
@@ -152,6 +152,6 @@ def usage_of(groups: Iterable[Sequence[DynamicInferenceRequest]]) -> dict[str, A
 def prompt_columns(
     request: DynamicInferenceRequest, top: int
 ) -> tuple[list[int], list[float | None], list[list[tuple[int, float]]]]:
-    """Return token ids, log-probs and the `top` most likely tokens of a prompt; its first token has no log-prob."""
+    """Return a prompt's token ids, their log-probs (None for the first), and the `top` most likely tokens per position."""
     rows = request.prompt_top_n_logprobs or [[] for _ in request.prompt_tokens[1:]]
     return request.prompt_tokens, [None, *(request.prompt_log_probs or ())], [[], *(row[:top] for row in rows)]

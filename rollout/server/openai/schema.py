@@ -135,7 +135,7 @@ class RequestFields(Body):
 
 
 class SamplingFields(Body):
-    """The sampling options of every route: the fields of `SamplingParams`, which checks their values."""
+    """The sampling options of every route. Most are fields of `SamplingParams`, which checks their values."""
 
     n: int = Field(1, le=MAX_N)
     temperature: float | None = None
@@ -157,7 +157,7 @@ class SamplingFields(Body):
     """Maximum number of tokens of a sample, capped at the remaining sequence length. The default is 16 for a completion,
     otherwise the remaining sequence length. With 0, only the prompt is processed."""
     seed: int | None = None
-    """Seed of the samples. Equal seed, prompt, parameters and weights give equal samples. Taken modulo 2**63."""
+    """Seed of the samples, taken modulo 2**63. Equal seed, prompt, parameters and weights give equal samples."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     """Return the log-prob of every prompt token, and of this many most likely tokens per position (0: no other tokens, -1:
     the whole vocabulary). A request may cause at most 1,000,000 entries, and must not have stream=true."""
