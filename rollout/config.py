@@ -83,7 +83,7 @@ class Advanced(Options):
     empty its cache at `suspend`."""
 
     verify_model: bool = True
-    """At construction, compare the engine's logits of a few tokens with those of the model's own forward pass."""
+    """At construction, check that the engine's logits of a few tokens equal those of the model's own forward pass."""
 
     weight_fingerprints: Literal["sampled", "off"] = "sampled"
     """Check before generating that no weight changed without an optimizer step. `sampled` compares a few elements of every
@@ -115,7 +115,7 @@ class InferenceConfig(Options):
     kv_cache_memory_fraction: float = 0.5
     """Share of the memory free at construction that the KV pool may take, in (0, 1]: device memory, or host memory on a
     CPU. The pool has at most the blocks that `max_requests` sequences of `max_sequence_length` tokens can use. On a GPU, you
-    can set more, such as 0.85, if the pool is suspended during the optimizer step: the engine leaves free what its own
+    can set more, such as 0.85, if the pool is suspended during the optimizer step. The engine leaves free what its own
     steps need, and `resume` shrinks the pool to what the trainer leaves free."""
 
     max_sequence_length: int | None = None

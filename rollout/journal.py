@@ -160,7 +160,7 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Count only the marks of the current line of checkpoints. A newer mark may belong to a checkpoint that was
+            # Count only checkpoints that led to the current state. A newer mark may belong to a checkpoint that was
             # never saved.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
@@ -169,7 +169,7 @@ class Journal:
         return self._line[-1]
 
     def since(self, mark: str | None) -> Iterator[FinishedGroup]:
-        """Return an iterator over the groups appended after the checkpoint with this mark. If None, over all groups.
+        """Return an iterator over the groups appended after the checkpoint with this mark, or if it is None, all groups.
 
         These groups stay on disk until the next `checkpoint`. An unknown mark raises `ConfigError`, which lists the known
         marks.

@@ -429,7 +429,7 @@ class SamplingParams(NamedOptions):
     def serialize(self) -> dict[str, Any]:
         """Return all fields by name, in types that msgpack can encode.
 
-        `logit_bias` becomes [token id, bias] pairs, because a strict msgpack reader refuses integer keys.
+        `logit_bias` becomes [token id, bias] pairs, because a strict msgpack reader rejects integer keys.
         """
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         for name in ("stop", "stop_token_ids"):
@@ -491,7 +491,7 @@ def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
 
 
 def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Return a list of `count` parameters, from parameters for all prompts, one for each prompt, or None for the defaults.
+    """Return `count` parameters, one per prompt. `given` is one object for all prompts, one per prompt, or None (defaults).
 
     Raises:
         ConfigError: `given` is a sequence whose length is not `count`.

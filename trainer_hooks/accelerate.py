@@ -134,7 +134,7 @@ class _Saved:
     """An object registered with accelerate that saves and loads one rank's state.
 
     accelerate saves the `state_dict()` of the main process only, so it contains the state common to all ranks. Pre-hooks on
-    saving and loading receive the checkpoint folder. On saving, the hook writes each rank's own file. On loading, it
+    saving and loading receive the checkpoint folder. On saving, the hook writes this rank's own file. On loading, it
     records the folder; accelerate then loads the weights and calls `load_state_dict()`, which reads this rank's file.
     """
 

@@ -2,9 +2,9 @@
 
     hook = attach(model, manager)       model.generate(...) samples with `manager`, until hook.detach()
 
-`generate` itself still runs, so transformers handles configuration, checks, expansion, processors and criteria. Only the
-token loop at its end is replaced, and only for the attached module: a deep copy of the module keeps transformers' loop.
-Calls that the engine does not support also run that loop (see `generate_options`), with one warning per reason.
+`generate` itself still runs, so transformers handles configuration, checks, logits processors and stopping criteria. Only
+the token loop at its end is replaced, and only for the attached module: a deep copy of it keeps transformers' loop. Calls
+that the engine does not support also run that loop (see `generate_options`), with one warning per reason.
 """
 
 from __future__ import annotations
@@ -287,8 +287,8 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     Args:
         model: the model, or its wrapper.
         manager: the manager that samples with the model's weights.
-        fallback: what to do if the engine does not support a call. `warn`: run transformers' own loop, with one warning per
-            reason and a count in `fallbacks`. `raise`: raise `ConfigError`.
+        fallback: what to do if the engine does not support a call. With "warn", run transformers' own loop, with one
+            warning per reason and a count in `fallbacks`. With "raise", raise `ConfigError`.
 
     Raises:
         ConfigError: `fallback` is neither "warn" nor "raise".
@@ -318,7 +318,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 class _Changes:
     """A detector of changes to a model's weights.
 
-    It compares version counters of tensors, and records steps of torch optimizers, since fused ones raise no counters.
+    It compares tensors' version counters, and records steps of torch optimizers, because fused ones raise no counters.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager) -> None:

@@ -54,7 +54,7 @@ class Row:
 
     @property
     def prompt(self) -> Any:
-        """The prompt, with the tail, in the form that `RolloutManager.generate` takes."""
+        """The prompt, with the tail, in the form that `RolloutManager.generate` accepts."""
         tokens = [*self.tokens, *self.tail]
         return tokens if self.images is None else {"input_ids": tokens, **self.images.tensors}
 

@@ -24,7 +24,7 @@ def attach(model: nn.Module) -> TreeAttachment:
 
     Changes: the attention implementation in the model's configurations. Forward passes without a tree, and the rollout, run
     as before. The model stays attached until `detach()` (or the end of a `with` block). Do not detach between a
-    forward and its backward pass, which runs the forward pass again under gradient checkpointing.
+    forward pass and its backward pass, which runs the forward pass again under gradient checkpointing.
 
     Dropout: rows that share a token also share its dropout. With attention dropout, the forward pass raises an error.
 

@@ -133,7 +133,7 @@ def check_keep(trainer: Any) -> None:
     """Check that a GRPOTrainer's batches can be filled with other groups.
 
     Raises:
-        ConfigError: an option prevents it; the message names the option.
+        ConfigError: an option prevents this; the message names the option.
     """
     if trainer.args.scale_rewards not in ("group", "none", True, False):
         raise ConfigError(
