@@ -18,9 +18,9 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
     """Convert a tokenizer's batch of prompts to lists of token ids without padding; return anything else unchanged.
 
     If a mapping has several rows of `input_ids`, positions that `attention_mask` masks are removed. A 2-D array has no mask,
-    so a row that begins or ends with the padding token raises an error. Lists of equal length only cause a warning. If every
-    row has exactly one padding token at that end, and it is the bos or eos token, it counts as a token: the longest row of a
-    padded batch has no padding.
+    so a row that begins or ends with the padding token raises an error. Lists of equal length only cause a warning. There is
+    an exception if the padding token is also the bos or eos token and every row has exactly one at the same end. It then
+    counts as a token, because the longest row of a padded batch would have no padding.
 
     Args:
         owners: the tokenizer and the model's configurations, which define the padding, bos and eos tokens.

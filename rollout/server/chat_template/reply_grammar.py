@@ -2,7 +2,7 @@
 
 - A JSON reply may begin with reasoning. If there are tools, the reply may consist of calls instead.
 - A forced call is one complete call of an offered function. It is supported in every tool-call format.
-- A free call (the model chooses to call a tool) is constrained only in the Hermes format, which writes a call as JSON
+- A free call, to which the model is not forced, is constrained only in the Hermes format. That format writes a call as JSON
   between two tags. In other formats `strict` has no effect on free calls.
 """
 

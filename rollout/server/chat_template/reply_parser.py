@@ -135,8 +135,8 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 class ToolCallParser:
     """An incremental tool-call parser of one reply. A state is a method that consumes text from the front of the buffer.
 
-    Text before, between and after calls is content. Only the formatting around a call is dropped: white space before the
-    call, its markers, and white space between the last call and the end of the reply.
+    Text before, between and after calls is content. Only the formatting of calls is dropped: their markers, the white space
+    before a call, and the white space between the last call and the end of the reply.
 
     Args:
         tool_format: the chat template's tool-call format.
