@@ -198,8 +198,7 @@ class EngineLoop:
             return not self._closed and self.engine.state is not EngineState.STOPPED
 
     def _due(self) -> float:
-        """Return the seconds until the next deadline of a group or the next heartbeat to other ranks; infinity if there is
-        neither."""
+        """Return the seconds until the next group deadline or heartbeat to other ranks; infinity if there is neither."""
         beat = math.inf if self.engine.peers.leader is None else self._next_beat
         return min(self._next_deadline, beat) - time.monotonic()
 

@@ -237,8 +237,7 @@ class EngineService(JobRequests):
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
-                # Leave the job, because this engine makes no more steps. The coordinator then assigns its unfinished
-                # samples to other ranks.
+                # Leave the job: this engine makes no more steps, so the coordinator must reassign its samples.
                 self.member.worker.stop()
             finally:
                 self._end(exc)
@@ -299,8 +298,7 @@ def options_of_coordinator(
     """Return the coordinator options of an `LLM`, or None if `wanted` is False.
 
     Raises:
-        ConfigError: `host`, `port` or `config` was given although `wanted` is False, or `config` together with one of the
-            other two.
+        ConfigError: `host`, `port` or `config` was given although `wanted` is False, or `config` with `host` or `port`.
     """
     given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]

@@ -92,8 +92,7 @@ class InferenceClient:
 
         Raises:
             DeadlineError: the coordinator did not answer within `timeout_s` seconds.
-            ConnectionLostError: the coordinator rejected this client, or the client lost its connection earlier; build
-                another client.
+            ConnectionLostError: the coordinator rejected this client, or the connection was lost before; build another.
             ConfigError: the address is invalid.
         """
         if self.lost is not None:

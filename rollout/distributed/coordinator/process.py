@@ -55,8 +55,7 @@ def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | N
     """Return a configured ROUTER socket that is not bound yet."""
     router: Socket = context.socket(zmq.ROUTER)
     router.router_mandatory = True
-    # Let a reconnecting peer take over its identity, because it may return before this side has noticed that the old
-    # connection broke.
+    # Let a reconnecting peer take over its identity: it may return before this side notices that the old connection broke.
     router.router_handover = True
     router.maxmsgsize = MAX_FRAME_BYTES + (64 << 10)
     router.sndhwm, router.rcvhwm = PIPE_MESSAGES, READ_AHEAD_MESSAGES
@@ -183,8 +182,7 @@ class DataParallelInferenceCoordinator:
             The address, `tcp://host:port`. The host is a wildcard if the socket listens on all interfaces.
 
         Raises:
-            ConfigError: the port is taken, the address is not an address of this machine, or the schedule file cannot be
-                created.
+            ConfigError: the port is taken, the host is not this machine, or the schedule file cannot be created.
         """
         config = self._config
         self._schedule = ScheduleFile(
@@ -248,8 +246,7 @@ class DataParallelInferenceCoordinator:
 
     def _wait(self) -> None:
         seconds = min(self._core.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
-        # Check for pending input first: the descriptors are edge-triggered, so poll() does not report input that arrived
-        # before the call.
+        # Check for pending input first: the descriptors are edge-triggered, so poll() does not report earlier input.
         if _has_input(self._router) or (self._gatekeeper is not None and _has_input(self._gatekeeper.socket)):
             seconds = 0.0
         for descriptor, _ in self._poll.poll(math.ceil(max(0.0, seconds) * 1000)):
@@ -369,8 +366,7 @@ class DataParallelInferenceCoordinator:
         # Ignore Ctrl-C: a terminal sends it to all processes of the job, but only the trainer must handle it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop("the coordinator was terminated"))
-        # Let signals wake the poll. Otherwise a signal that arrives just before the poll would be handled only after the
-        # poll's timeout.
+        # Let signals wake the poll, or a signal just before the poll would be handled only after the poll's timeout.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
         # Disable the cyclic garbage collection: this process creates no reference cycles, and a collection would block

@@ -23,8 +23,7 @@ class CollectiveCalls:
     Args:
         member: this rank's membership in the job.
         world: the ranks of the job.
-        on_event: called from any thread when a barrier was passed or refused, or the connection was lost. It must not
-            block.
+        on_event: called from any thread when a barrier was passed or refused, or the connection was lost. Must not block.
     """
 
     def __init__(self, member: JobMember, world: World, on_event: Callable[[], None]) -> None:
@@ -52,8 +51,7 @@ class CollectiveCalls:
             ConfigError: a rank has failed to join the job.
         """
         if self._passed():
-            # Complete the earlier call first: its `generate` was interrupted on this rank, but all ranks have arrived at
-            # its barrier.
+            # Complete the interrupted earlier call first: all ranks, including this rank, have arrived at its barrier.
             self._end()
         self._barrier, self._finishing = None, False
         limit = self._timeout_s if timeout_s is None else timeout_s

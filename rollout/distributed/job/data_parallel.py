@@ -157,8 +157,7 @@ class DataParallelBackend:
         )  # fmt: skip
         self._calls = CollectiveCalls(self._member, world, self.wake)
         try:
-            # Start as idle, so that samples assigned to this rank before its first `generate` can move to a rank that
-            # already generates.
+            # Start as idle, so that samples assigned before this rank's first `generate` can move to a busy rank.
             self._member.start(idle=True)
             # Wait for all ranks. Assignments do not move to ranks that join later, so a rank that started alone would
             # compute all samples.

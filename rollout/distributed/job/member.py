@@ -34,8 +34,7 @@ class JobMember:
         coordinator: the job's coordinator, which is not launched yet.
         loop: the event loop of worker and client. The caller closes the loop after `close`.
         name: name of this rank.
-        new_client: a function that builds this rank's client from the coordinator's address and keys. If None, this rank
-            sends no requests.
+        new_client: a function that builds this rank's client from address and keys; None if this rank sends no requests.
         on_joined: called on the event loop when the client has connected.
         on_event: called from any thread when a session is lost or the coordinator's process has exited. It must not block.
         worker_options: keyword arguments for `EngineWorker`.

@@ -178,8 +178,7 @@ class World:
         try:
             family, _, _, _, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connect a datagram socket. This sends nothing, but the kernel then selects the local address of the
-                # route.
+                # Connect a datagram socket. This sends nothing, but the kernel then selects the route's local address.
                 probe.connect(target)
                 mine = str(probe.getsockname()[0])
         except OSError as exc:

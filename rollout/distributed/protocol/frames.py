@@ -21,8 +21,7 @@ from rollout.requests.codec import refuse, unpack_msgpack
 MAX_FRAME_BYTES = 64 << 20
 """The maximum size of a frame, in bytes. A longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""The maximum size, in bytes, of a prompt with its images and known tokens, so that an `Assign` message with all of them
-fits into a frame."""
+"""The maximum size, in bytes, of a prompt with images and known tokens, which must fit into the frame of an `Assign`."""
 MAX_STRETCHES = 1 << 11
 """The maximum number of stretches per frame. It is low because decoding a stretch takes as long as decoding 50 numbers."""
 MAX_ITEMS = 1 << 19
@@ -97,8 +96,7 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
     """Decode a frame to (sequence number, message).
 
     Raises:
-        SerializationError: the frame exceeds `MAX_FRAME_BYTES`, is not msgpack, or has an unknown header or a malformed
-            field.
+        SerializationError: the frame exceeds `MAX_FRAME_BYTES`, is not msgpack, or has an unknown header or malformed field.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise SerializationError(

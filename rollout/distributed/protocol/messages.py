@@ -26,14 +26,17 @@ class Submit(Message):
     """A new group of n samples of one prompt."""
 
     request_id: wire.Count
-    """The request id that the client chose; each request of a client has a higher id than the one before."""
+    """The request id that the client chose. Each request of a client has a higher id than the client's previous request."""
     prompt: wire.Prompt
+    """The prompt's text or token ids."""
     n: wire.Count
+    """The number of samples in the group."""
     params: wire.Blob
     """The sampling parameters: `SamplingParams.serialize()` as msgpack."""
     seed: wire.OptionalCount = None
     """The seed of the random streams. If None, it is derived from the coordinator's seed and the order of arrival."""
     priority: wire.Priority = 0
+    """The priority of the group. Groups with a higher priority run first."""
     arrival_time: wire.OptionalSeconds = None
     """The time of arrival, in wall-clock seconds. If None, it is the time at which an engine receives the group."""
     timeout_s: wire.OptionalSeconds = None
@@ -74,11 +77,16 @@ class Assign(Message):
     indices: wire.Counts
     """The indices of the samples within the group."""
     prompt: wire.Tokens
+    """The prompt's token ids."""
     params: wire.Blob
+    """The sampling parameters, as in `Submit`."""
     seed: wire.Count
+    """The seed of the random streams."""
     priority: wire.Priority
     arrival_time: wire.Seconds
+    """The time of arrival, in wall-clock seconds. If 0, it is the time at which the rank receives the assignment."""
     interval: wire.Count
+    """The number of tokens per sample between two reports."""
     known: Stretches
     """The samples' tokens computed so far by other ranks or in another session. Generation continues after them."""
     images: wire.Blob = b""
@@ -90,6 +98,7 @@ class Progress(Message):
     """A rank's report of new tokens and prefix cache changes since its previous report, and of its current load."""
 
     stretches: Stretches
+    """The new tokens and finished samples."""
     blocks_added: wire.Hashes = b""
     """The hashes (int64) of newly cached blocks, which the receiver applies after `blocks_removed`."""
     blocks_removed: wire.Hashes = b""
@@ -119,6 +128,7 @@ class RequestFailed(Message):
     error: wire.Name
     """The name of an exception in `rollout.errors`."""
     text: wire.Text
+    """The message of the exception."""
 
 
 @message(26, "client → coordinator")
@@ -143,7 +153,9 @@ class Decline(Message):
     request_id: wire.Count
     attempt: wire.Count
     error: wire.Name
+    """The name of the exception that the engine raised."""
     text: wire.Text
+    """The message of the exception."""
 
 
 PROTOCOL_VERSION = 7
@@ -157,7 +169,9 @@ class Connect(Message):
     """The first frame of a client, which begins the handshake."""
 
     protocol_version: wire.Count
+    """The protocol version of the client, which must be the same as the coordinator's."""
     name: wire.Name
+    """The name of the client in logs and in `rollout top`."""
     member: wire.OptionalCount = None
     """The rank in [0, data_parallel_size) whose training loop uses this client, so that barriers wait for the client. If
     None, barriers do not wait for it."""
@@ -170,7 +184,9 @@ class ConnectAck(Message):
     state: wire.CoordinatorStateName
     policy_version: wire.Count
     heartbeat_interval_s: wire.Seconds
+    """The number of seconds without a sent message after which a heartbeat must be sent."""
     heartbeat_timeout_s: wire.Seconds
+    """The number of seconds without a received message after which the session counts as lost."""
     next_barrier: wire.Count = 0
     """The number of the first barrier that not all members have passed."""
 
@@ -180,10 +196,13 @@ class Register(Message):
     """The first frame of a rank, which begins the handshake, with the engine's capacity and state."""
 
     protocol_version: wire.Count
+    """The protocol version of the rank, which must be the same as the coordinator's."""
     name: wire.Name
+    """The name of the rank. A later process with the same name replaces the rank."""
     max_requests: wire.Count
     """The maximum number of samples that the engine runs at a time."""
     block_size: wire.Count
+    """The number of tokens per KV block, which must be the coordinator's `block_size_tokens`."""
     state: wire.EngineStateName
     policy_version: wire.Count
     hashes: wire.Hashes = b""
@@ -213,6 +232,7 @@ class Refused(Message):
     """The reason: `malformed` or `not_yours`. If `over` is True, it is a code in `TRY_AGAIN` or a final code: `malformed`,
     `version`, `too_long`, `stopping`, or `replaced` (another process has connected in this peer's place)."""
     text: wire.Text
+    """The reason in words."""
     over: wire.Flag
     """Whether the session has ended. A new session needs a new handshake."""
 
@@ -226,6 +246,7 @@ class Disconnect(Message):
     """The orderly end of a session, which either side may send."""
 
     reason: wire.Name = ""
+    """The reason in words; it may be empty."""
 
 
 # --- control messages -------------------------------------------------------------------------------------------------
@@ -237,10 +258,12 @@ class Control(Message):
 
     call_id: wire.Count
     signal: wire.Signal
+    """The name of the call: a lifecycle signal such as `pause`, `set_version`, or a call in `UPKEEP`."""
     argument: wire.Argument
     """The argument of the call: for `suspend` the KV mode or None for each engine's configured mode, for `set_version` the
     policy version. For the other calls see `rollout.distributed.protocol.fields`."""
     timeout_s: wire.Seconds
+    """The number of seconds within which every engine must answer."""
 
 
 @message(41, "coordinator → rank")
@@ -260,6 +283,7 @@ class CommandAck(Message):
     state: wire.EngineStateName
     policy_version: wire.Count
     error: wire.OptionalText = None
+    """The reason why the call failed on this rank; None if it succeeded."""
     amount: wire.Count = 0
     """The number of blocks evicted by `flush_prefix_cache`, tensors loaded by `load_weights`, layers changed by
     `load_adapter`, or samples that failed because of `unload_adapter`; 0 for other calls."""
@@ -271,7 +295,9 @@ class ControlDone(Message):
 
     call_id: wire.Count
     error: wire.OptionalText = None
+    """The name of an exception in `rollout.errors`; None if the call succeeded on every engine."""
     text: wire.Text = ""
+    """The message of the exception."""
     engines: wire.Names = field(default_factory=list)
     """The names of the engines that failed or did not answer in time."""
     amount: wire.Count = 0

@@ -1,8 +1,8 @@
 """`Stretch`: new tokens of several samples of one request, stored as columns; `PartialGroup`: a group's tokens so far.
 
 A stretch is the form in which messages carry a batch of `SampleDelta`s. Its lists are parallel to `indices`, and the token
-ids and log-probs of all samples are concatenated to one buffer each. The coordinator forwards stretches without splitting
-them, so buffers are split and copied only when they are read. A sample's known tokens are contiguous from token 0.
+ids and log-probs of all samples are concatenated to one buffer each. The coordinator forwards most stretches unsplit. A
+buffer is split only when it is read. A sample's known tokens are contiguous from token 0.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Stretch:
     """A batch of sample deltas of one request, stored as columns. Lists are parallel to `indices`."""
 
     request_id: Count
+    """The request id that the coordinator chose; in messages to clients, the id that the client chose."""
     attempt: Count
     """The id of the assignment that computed the tokens; 0 in messages to clients."""
     indices: Counts
@@ -155,8 +156,7 @@ class Stretch:
 
     def newest_version(self) -> int:
         """Return the highest policy version of any prompt or token, or 0 if there are no samples."""
-        # Read only the last run of each sample. It has the highest version, because versions only rise from the prompt
-        # to the last token.
+        # Read only the last run of each sample: versions only rise from the prompt to the last token.
         newest = 0
         for runs in self.versions:
             version: int = runs[-2] if len(runs) > 1 else runs[0]

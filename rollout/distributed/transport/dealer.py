@@ -72,8 +72,7 @@ class Dealer:
         self._timer: asyncio.TimerHandle | None = None
         self._interval_s = self._timeout_s = float("inf")
         self._said = self._heard = 0.0
-        # Close the connections in forked children: libzmq only marks its sockets close-on-exec, so a fork without exec
-        # keeps them open.
+        # Close the connections in forked children: a fork without exec keeps libzmq's sockets, which are close-on-exec.
         forks.in_child(self, lambda dealer: forks.close_connections(dealer.address))
 
     @property

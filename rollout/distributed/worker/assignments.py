@@ -13,8 +13,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 Key = tuple[int, int]
 """The key of a sample: (engine request id, sample index)."""
 Known = tuple[int, int, int]
-"""The part of a sample that the coordinator already has: (number of completion tokens, policy version of the prompt, number
-of events)."""
+"""The part of a sample that the coordinator already has: (token count, policy version of the prompt, event count)."""
 UNKNOWN: Known = (0, 0, 0)
 
 

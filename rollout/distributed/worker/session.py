@@ -281,10 +281,7 @@ class RankSession:
             self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's state, version or idleness has changed without a request by the coordinator.
-
-        Transient states are not reported.
-        """
+        """Send `EngineMoved` if the engine's version, idleness or stable state changed without a coordinator request."""
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._sent_state and self._idle() is self._sent_idle
         if self.entered and not same and now[0] in STABLE_ENGINE_STATES:

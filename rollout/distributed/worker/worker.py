@@ -386,8 +386,7 @@ class EngineWorker:
         """Make steps, and reconnect if necessary, until another thread calls `stop` or the engine stops.
 
         Raises:
-            ConnectionLostError: no coordinator was found within `reconnect_timeout_s`, or another process uses this rank's
-                name.
+            ConnectionLostError: no coordinator was found in `reconnect_timeout_s`, or another process has this rank's name.
             EngineDeadError: the engine has died.
             EngineStateError: the worker was not started.
         """

@@ -43,7 +43,9 @@ class ScheduleRecord(NamedTuple):
     request_id: int
     rank_index: int
     num_hashes: int
+    """The number of blocks of the prompt that are hashed for routing."""
     num_matched: int
+    """The number of leading blocks of the prompt that the rank has cached or is expected to cache."""
     rank: str = ""
     first: bool = True
     """Whether this is the request's first decision. A request that is split or reassigned has several decisions."""
@@ -85,8 +87,7 @@ class Dispatcher:
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, even if it has no room now. In deterministic mode all ranks must be ready."""
         if self._deterministic:
-            # Wait until all ranks are connected and ready. Otherwise the assignments would depend on the order in which
-            # ranks connect.
+            # Wait until all ranks are ready, or the assignments would depend on the order in which the ranks connect.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 

@@ -52,8 +52,7 @@ class RequestTable:
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
         self.texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
-        """The pending tokenizer jobs: job id → (request, stretch to forward with the texts). The stretch is None if the job
-        tokenises a prompt."""
+        """The pending tokenizer jobs: job id → (request, stretch to forward with the texts, or None for a prompt)."""
         self._new_jobs: list[TextJob] = []
         self._next_job = 0
         self._config = config

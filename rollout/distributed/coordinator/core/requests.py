@@ -17,8 +17,7 @@ from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
-"""The maximum number of samples in a group. Handling a group of this size with known tokens for each sample takes some tens
-of milliseconds."""
+"""The maximum number of samples in a group. Handling so many with known tokens takes some tens of milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
 """The maximum size, in bytes, of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1

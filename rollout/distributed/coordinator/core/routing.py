@@ -38,7 +38,7 @@ class Placement(NamedTuple):
     rank: str
     samples: int
     matched: int
-    """The number of leading blocks of the prompt that the rank has cached."""
+    """The number of leading blocks of the prompt that the rank has cached or is expected to cache."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,8 +77,7 @@ class _Rank:
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
         """Mark those `hashes` that are listed as recently used. With a `limit`, also list the rest, and drop the least
         recently used hashes beyond the limit."""
-        # Refresh from the last block to the first, so that the last block is evicted first. The remaining prefix then
-        # still matches.
+        # Refresh from the last block to the first, so that the last block is evicted first and the others still match.
         for each in reversed(tuple(hashes)):
             if limit is not None:
                 self.listed[each] = None

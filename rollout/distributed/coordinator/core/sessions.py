@@ -131,8 +131,7 @@ class Sessions:
         interval, timeout = self._config.advanced.heartbeat_interval_s, self._config.advanced.heartbeat_timeout_s
         last, self._last_beat = self._last_beat, now
         if now - last > timeout / 2:
-            # Do not count peers as silent if this process itself stalled: frames that they sent during the stall may still
-            # be unread.
+            # Do not count peers as silent if this process itself stalled, because their frames may still be unread.
             for peer in self._peers:
                 peer.heard = now
             for rank in self._peers.ranks.values():
