@@ -104,8 +104,8 @@ SMALLER = "let the processor make smaller images, or have every rank compute its
 
 
 Call = Future[Any]
-"""A pending call to the coordinator. The result of a control call is a number (such as evicted blocks), the result of a
-status call is a table, and the result of a barrier is None."""
+"""A pending call to the coordinator. Its result is a number such as evicted blocks for a control call, a table for a status
+call, and None for a barrier."""
 
 
 class ClientSession:

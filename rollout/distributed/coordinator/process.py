@@ -109,7 +109,7 @@ TURN_S = 0.005
 """Seconds for which a turn receives messages. It is short so that outgoing messages, which the turn sends afterwards, do not
 wait long."""
 MAX_FRAMES_PER_MESSAGE = 512
-"""The maximum number of frames per ZMQ message. A longer message is rejected without being decoded: libzmq takes one message
+"""The maximum number of frames per ZMQ message. A longer message is rejected without being decoded. Libzmq takes one message
 per peer in turn, so a peer with long messages would get more than its share of the time."""
 LONGEST_WAIT_S = 60.0
 

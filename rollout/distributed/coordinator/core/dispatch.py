@@ -65,8 +65,8 @@ class Dispatcher:
         )
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
-        """The requests for which no rank has a suitable policy version: the weights of all ranks are older than the request
-        needs, or newer than its client's weights, and the client is still catching up."""
+        """The requests for which no rank has a suitable policy version. All ranks have older weights than the request
+        needs, or the request's client is still catching up and all ranks have newer weights than this member."""
         self._deterministic = config.deterministic_mode
         self._grace_s = AWAY_INTERVALS * config.advanced.heartbeat_interval_s
         if config.deterministic_mode:

@@ -15,7 +15,7 @@ from rollout.distributed.protocol.messages import Message, Refused, Stretch, Upd
 UPDATE_BYTES = 4 << 20
 """The size, in bytes, after which no further stretch is added to an `Update`, because the message must fit into a frame."""
 SAMPLE_BYTES = 128
-"""The number of bytes counted for each sample of a stretch in addition to the stretch's buffers, so that `UPDATE_BYTES` also
+"""The number of bytes counted for each sample in a stretch, in addition to its buffers. `UPDATE_BYTES` therefore also
 limits the number of samples in an `Update`."""
 MAX_ERROR_CHARACTERS = 2000
 """The maximum length of an error text sent to a peer. Without this limit, the text could quote megabytes of input."""

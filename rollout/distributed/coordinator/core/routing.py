@@ -7,9 +7,9 @@ the best score, the rank with the latest assignment is chosen, then the lowest n
 samples while it has *room*: load + min(n, slots) <= slots + max(1, slots // 8). If there is no candidate, the caller keeps
 the group queued until a rank has room.
 
-The router keeps two sets of block hashes per rank: *expected* hashes, which an open assignment will cache on the rank
-(reference-counted), and *listed* hashes, which the rank has reported (a bounded LRU). Decisions use no clock, no randomness,
-no I/O and no request ids.
+The router keeps two sets of block hashes per rank. *Expected* hashes belong to blocks that open assignments will cache on
+the rank; they are reference-counted. *Listed* hashes are those that the rank has reported, in a bounded LRU. Decisions use
+no clock, no randomness, no I/O and no request ids.
 """
 
 from __future__ import annotations
