@@ -170,7 +170,7 @@ class InferenceConfig(Options):
     """Sample from a copy of the weights on this device, such as `cuda:1`. If None, the trainer's device."""
 
     advanced: Advanced = Advanced()
-    """Rarely needed options."""
+    """Rarely needed options, as `Advanced(...)`."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("max_requests",),
@@ -289,7 +289,7 @@ class CoordinatorConfig(Options):
     of the `LLM` or `RolloutManager` that starts the coordinator; if it depends on Python code, send token ids."""
 
     advanced: CoordinatorAdvanced = CoordinatorAdvanced()
-    """Rarely needed timeouts and bounds."""
+    """Rarely needed timeouts and bounds, as `CoordinatorAdvanced(...)`."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("data_parallel_size", "block_size_tokens"),

@@ -280,9 +280,8 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     generator, so `torch.manual_seed` and the generator state in the trainer's checkpoint make runs repeatable. Equal prompts
     in a batch are computed once. When `generate` returns, the KV cache has left the device. Every rank must call `generate`.
 
-    Weight updates need no announcement. A step of any torch optimizer over the model's parameters, and any in-place change
-    that raises a tensor's version counter, raises the policy version at the next call. Fingerprints detect other
-    changes (`Advanced.weight_fingerprints`).
+    Weight updates need no announcement: the next call raises the policy version after a step of any torch optimizer over
+    the model's parameters, or an in-place change that torch counts. `Advanced.weight_fingerprints` detects other changes.
 
     Args:
         model: the model, or its wrapper.

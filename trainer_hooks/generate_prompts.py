@@ -73,7 +73,8 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
     """Return the rows of a batch.
 
     Args:
-        input_ids: [N, T], padded on the left where `attention_mask` is 0.
+        model: the model, whose own position ids are compared with the caller's.
+        input_ids: token ids [N, T], padded on the left where `attention_mask` is 0.
         given: the model arguments that `generate` prepared.
         copies: number of adjacent rows that `generate` made from each prompt (`num_return_sequences`).
 

@@ -118,8 +118,7 @@ class _Worker:
             self._pipe.recv()
         try:
             self._pipe.send((args, columns))
-            # Wait until the process has unpickled the arguments, which may import more modules. The timeout starts only
-            # now.
+            # Start the timeout when the process has unpickled the arguments, which may import more modules.
             self._pipe.recv()
             if not self._pipe.poll(timeout_s):
                 raise TimeoutError(f"{self._reward!r} took longer than timeout_s={timeout_s}; its process was ended")

@@ -65,8 +65,8 @@ def _asked(trainer: Any) -> SamplingParams:
     } | {name: value for name in SHAPING if (value := getattr(trainer, name, None)) is not None}
     given = dict(trainer.args.generation_kwargs or {})
     if not given.pop("do_sample", True):
-        # Express greedy sampling as top_k=1. With temperature 0, log-probs would be at temperature 1 instead of the
-        # trainer's temperature.
+        # Express greedy sampling as top_k=1: with temperature 0, log-probs would be at temperature 1, not the
+        # trainer's.
         asked |= FILTERS | {"top_k": 1}
     for name, value in given.items():
         known = _RENAMED.get(name, name)
@@ -85,6 +85,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
     """Warn if completions are not sampled from the distribution whose log-probs the trainer computes.
 
     Args:
+        stacklevel: number of stack frames from this function up to the line that the warning points to.
         why_not_replayed: reason why kept tokens are not replayed, with a remedy. Empty if there are no kept tokens.
     """
     params = _asked(trainer)

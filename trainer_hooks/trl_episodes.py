@@ -27,6 +27,7 @@ def episode_rollout_func(
     A failed episode has the reward None in `episode_rewards`, and no tokens to train on.
 
     Args:
+        manager: the manager that samples with the model that the trainer trains.
         environment, sampling_params, options: as in `RolloutManager.run`.
 
     Raises:

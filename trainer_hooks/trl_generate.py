@@ -116,8 +116,7 @@ class TrlGenerateAttachment:
         for row, (ids, real) in enumerate(zip(input_ids.cpu(), attention_mask.cpu().bool(), strict=True)):
             completion = last.completions[row]
             same = ids[:split][real[:split]].tolist() == last.prompts[row]
-            # Compare the token ids, not the mask: TRL may mask a completion that was cut off, but its tokens are still
-            # in the row.
+            # Compare the token ids, not the mask: TRL may mask a completion that was cut off, but keeps its tokens.
             if not same or ids[split : split + len(completion)].tolist() != completion:
                 return None
             found[row, : len(completion)] = torch.tensor(last.logprobs[row])
