@@ -109,7 +109,7 @@ class InferenceConfig(Options):
     """Number of blocks in the KV pool, at least 1. If None, as many as fit into `kv_cache_memory_gb`."""
 
     kv_cache_memory_gb: float | None = None
-    """Size of the KV pool in GiB, above 0. Used only if `kv_cache_blocks` is None. If None, computed from
+    """Size of the KV pool in GiB, above 0. Used only without `kv_cache_blocks`. If None, computed from
     `kv_cache_memory_fraction`."""
 
     kv_cache_memory_fraction: float = 0.5

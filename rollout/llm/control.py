@@ -198,7 +198,7 @@ class LLMControl:
     def load_weights(self, folder: str | PathLike[str], version: int | None = None) -> int:
         """Load a folder of safetensors into every rank's model and announce the update; return the policy version.
 
-        Running requests continue under the new weights; no step runs during the call. If `version` is None, the new policy
+        Running requests continue under the new weights; no step runs during the call. Without `version`, the new policy
         version is the current version + 1.
 
         Raises:

@@ -113,7 +113,7 @@ class AsyncLLM(LLMRequests):
         self._control.admit(what)
 
     async def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests if `request_id` is None; return the number of aborted requests."""
+        """Abort one request, or all open requests if `request_id` is omitted; return the number of aborted requests."""
         numbers = None if request_id is None else [request_id]
         return await asyncio.wrap_future(self._service.abort(numbers))
 
@@ -146,7 +146,7 @@ class AsyncLLM(LLMRequests):
     async def set_policy_version(self, version: int | None = None) -> int:
         """Announce changed weights on all ranks and return the new policy version.
 
-        If `version` is None, it is the current version + 1. With a coordinator, call this method on the primary rank.
+        If `version` is omitted, it is the current version + 1. With a coordinator, call this method on the primary rank.
         """
         chosen = self.policy_version + 1 if version is None else version
         self._control.refuse_in_group("set_policy_version")

@@ -393,7 +393,7 @@ REQUEST = Codec(DynamicInferenceRequest.serialize, _decode_request)
 
 
 def with_images(request: DynamicInferenceRequest, images: ImageInputs | None) -> DynamicInferenceRequest:
-    """Return a copy of the request with `images`, or the request itself if `images` is None."""
+    """Return a copy of the request with `images`. None returns the request itself."""
     if images is None:
         return request
     tensors = dict(images.tensors)

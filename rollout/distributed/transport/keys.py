@@ -130,7 +130,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_pair(name: str, public: bytes, secret: bytes | None) -> None:
-    """Raise `ConfigError` unless both keys are valid and match. If `secret` is None, only `public` is checked."""
+    """Raise `ConfigError` unless both keys are valid and match. Without `secret`, only `public` is checked."""
     try:
         belongs = len(z85.decode(public)) == 32 if secret is None else zmq.curve_public(secret) == public
     except (KeyError, StructError, TypeError, ValueError, zmq.ZMQError):

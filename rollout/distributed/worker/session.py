@@ -179,7 +179,7 @@ class RankSession:
             self._assignments.close(assignment, index)
 
     def _discard(self, number: int, index: int | None = None) -> None:
-        """Abort one sample of an engine request, or all its samples if `index` is None, and drop the results."""
+        """Abort one sample of an engine request, or all its samples if `index` is omitted, and drop the results."""
         self._engine.abort_request(number, index)
         self._engine.take_ended(lambda key: key[0] == number and index in (None, key[1]))
 

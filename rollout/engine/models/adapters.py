@@ -206,7 +206,7 @@ class LoraAdapters:
             )
 
     def set(self, row: int, name: str | None) -> None:
-        """Set the adapter of a row of the sequence table, or remove the row's adapter if `name` is None."""
+        """Set the adapter of a row of the sequence table. A `name` of None removes the row's adapter."""
         if name is not None:
             self._of_row[row] = name
         elif self._of_row:

@@ -47,7 +47,7 @@ class Explanation:
     fused: bool | None
     """Whether the fused forward pass runs. None means unknown: the engine is suspended, or its weights are sharded."""
     why_not_fused: str
-    """The reason why the fused forward pass does not run, or an empty string if it runs or if `fused` is None."""
+    """The reason why the fused forward pass does not run, or an empty string if it runs or this is unknown."""
     rows: tuple[tuple[str, str], ...]
     """The lines of the report without the advice, each as (title, text)."""
     advice: tuple[str, ...]

@@ -86,7 +86,7 @@ class Constraints:
         self._copy_of(constraint)
 
     def set(self, slot: int, constraint: StructuredOutput | None) -> None:
-        """Set the constraint of the completion in a slot, or remove the slot's constraint if `constraint` is None."""
+        """Set the constraint of the completion in a slot. A `constraint` of None removes the slot's constraint."""
         if constraint is not None:
             self._matchers[slot] = _Matcher(self._copy_of(constraint))
         else:

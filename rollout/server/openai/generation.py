@@ -64,7 +64,7 @@ def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) ->
 
 
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
-    """Return `asked`, but at most the remaining sequence length (at least 1). If `asked` is None, return this maximum.
+    """Return `asked`, but at most the remaining sequence length (at least 1). Without `asked`, return this maximum.
 
     Raises `InvalidRequestError` if the prompt is too long. The engine would only find this after validating every token.
     """

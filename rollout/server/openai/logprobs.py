@@ -140,7 +140,7 @@ def finite(log_prob: float | None) -> float | None:
 
 
 def listed_per_position(asked: int | None, vocab_size: int, prompt_tokens: int) -> int | None:
-    """Return the number of most likely tokens to list per prompt position; None if `asked` is None. -1 means all tokens.
+    """Return the number of most likely tokens to list per prompt position. None stays None, and -1 means all tokens.
 
     Raises `ApiError` 400 if there would be more than `MAX_LISTED` entries at all `prompt_tokens` positions together.
     """
