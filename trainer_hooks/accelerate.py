@@ -49,7 +49,7 @@ class AcceleratorAttachment:
 
     @property
     def steps(self) -> int:
-        """The number of steps that changed the weights since the attachment, over all optimizers."""
+        """The number of steps since `attach` that changed the weights, summed over all optimizers."""
         return sum(each.steps for each in self.optimizers)
 
     def detach(self) -> None:
@@ -156,11 +156,11 @@ class _Saved:
         objects[:] = [each for each in objects if each is not self]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state common to all ranks."""
+        """Return the state common to all ranks: the number of ranks and the policy version."""
         return {"ranks": self._accelerator.num_processes, "policy_version": self._rollout.policy_version}
 
     def load_state_dict(self, state: Any) -> None:
-        """Load this rank's file, and check it against the common state."""
+        """Load this rank's file, and check that it has the policy version in `state`, which `state_dict` returned."""
         common = decode_fields("custom_checkpoint", state, {"ranks": INT, "policy_version": INT})
         self._file().load(self._rollout, common["policy_version"])
 

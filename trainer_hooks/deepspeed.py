@@ -41,7 +41,7 @@ def parameters(optimizer: Any) -> list[nn.Parameter]:
 
 
 def overflowed(optimizer: Any) -> bool:
-    """Return whether the last step was skipped because of a gradient overflow."""
+    """Return whether a DeepSpeed optimizer has skipped its last step because of a gradient overflow."""
     return bool(getattr(optimizer, "overflow", False))
 
 
@@ -67,7 +67,7 @@ class HookedStep:
 
 
 class Handle:
-    """A pair of hooks on a DeepSpeed optimizer, until `remove()`."""
+    """A pair of hooks that run before and after every step of a DeepSpeed optimizer, until `remove()`."""
 
     def __init__(self, optimizer: Any, before: Hook, after: Hook) -> None:
         self._optimizer = optimizer

@@ -48,13 +48,13 @@ from trainer_hooks.trl_forward import own_forward
 Fallback = Literal["warn", "raise"]
 
 _HOOKS: WeakKeyDictionary[nn.Module, GenerateHook] = WeakKeyDictionary()
-"""A dict from module to hook. Modules are compared by identity, so a copy of a module has no hook."""
+"""The hook of each attached module. Modules are compared by identity, so a copy of a module has no hook."""
 _OTHER_LOOPS = {"_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The rows of one `generate` call that the engine has served.
+    """The rows of one `generate` call that ran on the engine.
 
     Attributes:
         prompts, completions: token ids of each row, without padding.
@@ -118,7 +118,7 @@ class GenerateHook:
         streamer: object,
         given: dict[str, Any],
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate on the engine, in place of transformers' `_sample`.
+        """Generate on the engine. The arguments and the result are as in transformers' `_sample`, which this replaces.
 
         Raises:
             NotServed: transformers' loop has to run; the message says why.
@@ -166,7 +166,7 @@ class GenerateHook:
         if stop is None:
             return self._generate(rows, [params] * len(rows))
         # Let transformers' criterion decide where a row ends, because it also checks the prompt and special tokens. The
-        # engine's stop strings only avoid tokens after that end. A row that they stop too early is continued.
+        # engine's stop strings only save tokens after that end. A row that the engine stops too early is continued.
         completions: list[list[int]] = [[] for _ in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         stops = () if self.manager.tokenizer is None else tuple(stop.stop_strings)
@@ -222,15 +222,15 @@ class GenerateHook:
                 try:
                     return self.manager.generate(prompts, params, progress=False)
                 except WeightsChangedError:
-                    # Announce the update and try again: fingerprints alone detect loaded weights, and other writes that
-                    # do not raise the version counters of tensors.
+                    # Announce the update and try again. Some writes to weights, such as loading, do not raise tensors'
+                    # version counters, so `_changes` misses them and only the weight fingerprints detect them.
                     self.manager.weights_updated()
                     return self.manager.generate(prompts, params, progress=False)
         finally:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Return the logits [N, V] of every step from one forward pass. They equal the logits of transformers' loop."""
+        """Return the logits [N, V] of every generated position, computed in one forward pass over the whole rows."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask
@@ -244,13 +244,13 @@ class GenerateHook:
         return list(logits.to(sequences.device, torch.float32).unbind(1))
 
     def fall_back(self, reason: str) -> None:
-        """Count a call that the engine does not support, and warn when a reason first occurs.
+        """Count a call that the engine does not support, and warn the first time that its `reason` occurs.
 
         Raises:
             ConfigError: `fallback` is "raise".
         """
-        # Keep only the part before the colon. Messages contain numbers, so otherwise each call would count, and warn,
-        # as a new reason.
+        # Count by the part of the message before the colon. The rest may contain numbers that differ from call to call,
+        # so every call would look like a new reason and issue another warning.
         kind = reason.partition(":")[0]
         if self._fallback == "raise":
             raise ConfigError(
@@ -317,7 +317,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 class _Changes:
     """A detector of changes to a model's weights.
 
-    It compares tensors' version counters, and records steps of torch optimizers, because fused ones raise no counters.
+    It compares tensors' version counters. It also records steps of torch optimizers, since fused ones raise no counters.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager) -> None:
@@ -331,7 +331,7 @@ class _Changes:
         self._handle.remove()
 
     def announce(self) -> None:
-        """Raise the policy version if the weights have changed since `note`, unless it has been raised already."""
+        """Raise the policy version if the weights have changed since `note()`, unless it has been raised since then."""
         if self._known is None:
             return
         version, state = self._known
@@ -339,7 +339,7 @@ class _Changes:
             self._manager.weights_updated()
 
     def note(self) -> None:
-        """Record the current addresses and version counters of the weights."""
+        """Record the current policy version, and the addresses and version counters of the weights."""
         self._known = self._manager.policy_version, self._state()
         self._stepped = False
 
@@ -362,7 +362,7 @@ class _Changes:
 
 
 def _wrap(model_class: type) -> None:
-    """Wrap a class's generation loops to first check whether the module has a hook. Does nothing if they are wrapped."""
+    """Wrap a model class's generation loops to call the module's hook, if it has one. Do nothing if they are wrapped."""
     of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
@@ -405,7 +405,7 @@ def _wrap(model_class: type) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Wrap a loop that the engine does not support, to report its calls to the module's hook, if there is one."""
+    """Wrap an unsupported generation loop to report each call, with `reason`, to the module's hook, if it has one."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -417,7 +417,7 @@ def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
 
 
 def _unwrap(model_class: type) -> None:
-    """Restore a class's own loops if no module of the class has a hook."""
+    """Restore the original generation loops of a model class, unless a module of the class still has a hook."""
     if any(isinstance(module, model_class) for module in _HOOKS):
         return
     for name in ("_sample", "_prepare_multimodal_encoder_kwargs_for_generation", *_OTHER_LOOPS):
@@ -432,7 +432,7 @@ def _cut(
     stop: StopStringCriteria,
     config: GenerationConfig,
 ) -> list[bool]:
-    """Cut rows after the token that completes a stop string. Return for each row whether it has a stop string."""
+    """Cut rows in place after the token that completes a stop string. Return for each row whether it has one."""
     sequences = _padded(input_ids, completions, config)
     width, ended = input_ids.shape[1], [False] * len(completions)
     for length in range(1, sequences.shape[1] - width + 1):
@@ -444,7 +444,7 @@ def _cut(
 
 
 def _padded(input_ids: Tensor, completions: list[list[int]], config: GenerationConfig) -> Tensor:
-    """Return the prompts [N, T] unchanged, with the completions appended and padded on the right."""
+    """Return `input_ids` [N, T] with the completions appended. Shorter completions are padded on the right."""
     longest = max(map(len, completions))
     pad = getattr(config, "_pad_token_tensor", None)
     new = input_ids.new_full((len(completions), longest), 0 if pad is None else int(pad))

@@ -1,4 +1,4 @@
-"""The translation of a transformers `generate` call into `SamplingParams`, or the reason why there is none.
+"""The translation of a transformers `generate` call into `SamplingParams`. An unsupported call raises `NotServed`.
 
 `generate` merges some eighty options into two lists before it samples: logits processors and stopping criteria. Only these
 lists are read. Their elements are recognised by exact type, because a subclass may behave differently.
@@ -31,7 +31,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from rollout import ConfigError, SamplingParams
 
 BANNED = -1e9
-"""The logit bias of a suppressed token."""
+"""The logit bias that keeps a suppressed token from being sampled."""
 PENALTIES, TEMPERATURE, TOP_K, TOP_P, MIN_P, LAST = range(6)
 STAGES: dict[type, int] = {
     RepetitionPenaltyLogitsProcessor: PENALTIES,
@@ -45,14 +45,14 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""A dict from logits processor to place in the engine's order. Processors with the same place can be exchanged."""
+"""A dict from a logits processor class to its place in the engine's order. Processors with equal places commute."""
 CACHES = ("cache", "past_key_values", "cache_params")
 """The names of the KV cache argument: since transformers 5.24, before 5.24, and for models without attention."""
 COMPUTED = frozenset({
     *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
 })  # fmt: skip
-"""The arguments that `generate` computes, or that can be derived from the token ids or the stopping criteria."""
+"""The arguments that need no check: `generate` computes them, or they follow from token ids or stopping criteria."""
 
 
 class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
@@ -87,7 +87,7 @@ def sampling_params(
     padding: Tensor,
     vocab: int,
 ) -> tuple[SamplingParams, StopStringCriteria | None]:
-    """Return the parameters for one sample, and the stop-string criterion (None if there is none).
+    """Return the sampling parameters for one sample, and the stop-string criterion, or None without stop strings.
 
     Args:
         config: generation configuration that `processors` and `criteria` were made from.
@@ -172,11 +172,11 @@ def _process(
 
 
 def _check_ignored(ignored: int | Tensor | None, padding: Tensor) -> None:
-    """Check that a repetition penalty covers the whole prompt, and no padding."""
+    """Check that a repetition penalty ignores exactly the padding of each row, and so covers the whole prompt."""
     if not torch.equal(torch.as_tensor(0 if ignored is None else ignored).to(padding).expand_as(padding), padding):
         raise NotServed("a repetition penalty of a part of the prompt, or of padding")
 
 
 def _ids(tokens: Any, vocab: int) -> tuple[int, ...]:
-    """Return the token ids of a tensor or a list, except ids outside the vocabulary, which cannot be sampled."""
+    """Return the ids in `tokens` (a tensor or list) below the vocabulary size `vocab`. Other ids cannot be sampled."""
     return tuple(token for token in torch.as_tensor(tokens).flatten().tolist() if 0 <= token < vocab)

@@ -23,7 +23,7 @@ class Pixels(dict[str, Any]):
     Attributes:
         taken: the arguments that the image encoder has consumed, by name.
         given: all model arguments, as they were before the image encoder ran.
-        sizes: for each kind of output, the number of embeddings of each image.
+        sizes: dict from each key of the encoder's outputs, such as "image", to the number of embeddings of each image.
     """
 
     def __init__(self, encoded: Mapping[str, Any], taken: Iterable[str], given: dict[str, Any]) -> None:
@@ -36,11 +36,11 @@ class Pixels(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch.
+    """One row of a `generate` call.
 
     Attributes:
         tokens: token ids of the prompt, without padding.
-        images: the images of the prompt. None if there are none.
+        images: images of the prompt, or None without images.
         tail: token ids that were already generated after the prompt.
     """
 
@@ -49,12 +49,12 @@ class Row:
     tail: list[int] = field(default_factory=list)
 
     def continued(self, tail: list[int]) -> Row:
-        """Return the row with `tail` after its prompt."""
+        """Return a copy of the row with `tail` as the tokens generated so far."""
         return replace(self, tail=list(tail))
 
     @property
     def prompt(self) -> Any:
-        """The prompt, with the tail, in the form that `RolloutManager.generate` accepts."""
+        """The prompt followed by `tail`, with any images, in the form that `RolloutManager.generate` accepts."""
         tokens = [*self.tokens, *self.tail]
         return tokens if self.images is None else {"input_ids": tokens, **self.images.tensors}
 
@@ -112,7 +112,7 @@ def _check_positions(
 
 
 def _images(model: Any, input_ids: Tensor, pixels: Pixels) -> list[ImageInputs | None]:
-    """Return the images of each row: as many as it takes to fill the row's placeholder tokens."""
+    """Return the images that fill each row's placeholder tokens, or None for a row without placeholder tokens."""
     if set(pixels.sizes) != {"image"}:
         raise NotServed(f"{', '.join(sorted(pixels.sizes))} in one batch: only images are split into rows")
     wanted = (input_ids == model.config.image_token_id).sum(1).tolist()

@@ -29,7 +29,7 @@ class Rollout(Protocol):
         """The module that samples; the optimizer steps its parameters."""
 
     def before_optimizer_step(self, mode: KVCacheManagementMode | None) -> object:
-        """Suspend before the weights change. `mode` is the KV cache mode, or None for the configured mode."""
+        """Suspend the rollout before the weights change. `mode` is the KV cache mode, or None for the configured mode."""
 
     def weights_updated(self) -> object:
         """Raise the policy version after the weights have changed."""
@@ -42,7 +42,7 @@ class Attachment:
         optimizer: the torch or DeepSpeed optimizer with the hooks.
         manager: the manager that the hooks notify.
         mode: the KV cache mode that is passed to `manager.before_optimizer_step`, or None for the configured mode.
-        steps: number of steps that changed the weights since the attachment.
+        steps: number of optimizer steps since `attach` that changed the weights.
     """
 
     def __init__(self, optimizer: Any, manager: Rollout, mode: KVCacheManagementMode | None) -> None:
@@ -192,7 +192,7 @@ def _is_no_update(optimizer: Any) -> bool:
 
 
 def _without_gradients(optimizer: Any) -> bool:
-    # Trust only torch's optimizers: others may change parameters without gradients.
+    # Check gradients only for torch's own optimizers: others may change parameters that have no gradient.
     if not type(optimizer).__module__.startswith("torch.optim."):
         return False
     return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) -> Iterator[None]:
-    """Activate the adapter `name` inside the block, for the trainer's forward pass and for `manager.generate`.
+    """Activate the adapter `name` inside the `with` block, for the trainer's forward pass and for `manager.generate`.
 
     The adapters must be inside the model's layers (LoRA, DoRA, IA3, `modules_to_save` and the like) and not merged. The
     active adapter and the disabled flag of every adapted layer are set, and restored on exit, even after an exception. No
@@ -39,8 +39,8 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
     generate whole batches inside the block (without `min_groups`): a `generate` that waits for requests from outside raises
     `EngineStateError`. Requests left in flight inside the block wait until the same adapter is active again.
 
-    On several ranks, every rank must enter and leave the block, as with `manager.pause()`. A rank that leaves the block by
-    an exception does not wait for the other ranks.
+    On several ranks, every rank must enter and leave the block, as with `manager.pause()`. A rank whose block raises an
+    exception leaves without waiting for the other ranks.
 
     Args:
         manager: the manager that samples with the model. For an `LLM`, pass its `engine`.
@@ -69,13 +69,13 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""The attributes that contain the active adapter: two in layers, and two in PEFT's models."""
+"""The attributes for active and disabled adapters: the first two in layers, the others in PEFT's models."""
 _ABSENT = object()
-"""A marker for an attribute that an instance does not have itself, so that it is deleted after the block."""
+"""A marker for a flag that is not set on the instance itself. `adapter` deletes such a flag from the instance on exit."""
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Return all modules that contain the active adapter."""
+    """Return all modules with attributes for the active adapter (see `_FLAGS`), whose values `adapter` changes."""
     return [
         module
         for module in model.modules()
@@ -87,7 +87,7 @@ def _set(owner: Any, name: str | None) -> None:
     if isinstance(owner, BaseTunerLayer | AuxiliaryTrainingWrapper):
         owner._disable_adapters = name is None
         if name is not None:
-            # Activate no adapter if the module has no copy for this one, so that its original module is used.
+            # Activate no adapter if the wrapper has no module copy for adapter `name`, so that its original module runs.
             has = isinstance(owner, BaseTunerLayer) or name in owner._get_available_adapters()
             owner._active_adapter = [name] if has else []
         return

@@ -1,4 +1,4 @@
-"""Rewards computed in other processes, with a timeout per call, for TRL and for `generate_scored` (in parallel to steps).
+"""Rewards computed in other processes, with a timeout per call, for TRL and for `generate_scored`, while steps run.
 
     with RewardPool(reward, processes=4, timeout_s=10.0) as pool:
         manager.generate_scored(tasks, pool, params, groups=32)
@@ -49,7 +49,7 @@ class RewardPool:
             raise ConfigError(f"processes={processes!r}: must be an integer of at least 1")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: must be above 0")
-        # Set `__wrapped__`, which inspect.signature reads.
+        # Set `__wrapped__`, so that inspect.signature returns the signature of `reward`.
         self.__wrapped__ = reward
         self.__name__ = getattr(reward, "__name__", type(reward).__name__)
         self._timeout_s, self._on_timeout = timeout_s, on_timeout
@@ -99,7 +99,7 @@ class RewardPool:
 
 
 class _Worker:
-    """A process that computes rewards. It starts with the first call."""
+    """A process that computes rewards. The first call starts it."""
 
     def __init__(self, reward: Callable[..., Sequence[float]]) -> None:
         self._reward = reward

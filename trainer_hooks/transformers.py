@@ -6,7 +6,7 @@
     checkpoint        on_save            saves the requests in flight of every rank
     training ends     on_train_end       removes the hooks
 
-The callback does not influence the Trainer: it returns no control.
+The callback returns no `TrainerControl`, so it does not change what the Trainer does next.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         log: whether to log metrics, or the names of the metrics to log.
         checkpoint: whether checkpoints include the rollout.
         resume_from_checkpoint: checkpoint folder. Needed only if the Trainer resumes from a folder that is neither
-            `args.resume_from_checkpoint` nor in `args.output_dir`, because it does not pass the folder to callbacks.
+            `args.resume_from_checkpoint` nor in `args.output_dir`: the Trainer does not pass that folder to callbacks.
 
     Attributes:
         attachment: the attachment to the optimizer during training, and None otherwise.
@@ -110,7 +110,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         """Attach to the Trainer's optimizer. If the Trainer resumes, restore the rollout from its checkpoint.
 
         Raises:
-            TypeError, ConfigError, ValueError: see `trainer_hooks.optimizer.attach`. Or the checkpoint is not found.
+            TypeError, ConfigError, ValueError: see `trainer_hooks.optimizer.attach`; or the checkpoint is not found.
             FileNotFoundError, SerializationError, EngineStateError: see `RankFile.load`. Nothing is attached then.
         """
         self.detach()
@@ -157,7 +157,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
     # --- internals ----------------------------------------------------------------------------------------------
 
     def _join(self, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
-        """Add the selected metrics to a log and to the log's entry in the history. Return the metrics."""
+        """Add the selected metrics to `logs` and to the last entry of the Trainer's log history. Return the metrics."""
         metrics = self.manager.metrics()
         if isinstance(self._log, frozenset):
             metrics = {name: value for name, value in metrics.items() if name in self._log}

@@ -79,12 +79,12 @@ class TrlAttachment:
 
     @property
     def discarded(self) -> int:
-        """The number of this rank's groups that `keep` has rejected, so that other prompts replaced them."""
+        """The number of this rank's groups that `keep` has rejected and that other prompts have replaced."""
         return 0 if self._full is None else self._full.discarded
 
     @property
     def steps(self) -> int:
-        """The number of steps that changed the weights since training began, or 0 if another callback has the hooks."""
+        """The number of weight updates since training began, or 0 if your own `RolloutCallback` hooks the optimizer."""
         return self._follower.steps
 
     def detach(self) -> None:
@@ -124,7 +124,7 @@ class TrlAttachment:
     def sample(
         self, prompts: list[list[int]], images: list[Any] | None = None
     ) -> tuple[list[list[int]], list[list[float | None]]]:
-        """Return completions and their log-probs (see `sampling_params`). None replaces a log-prob that is not finite.
+        """Return the completions and their tokens' log-probs. None replaces a log-prob that is not finite.
 
         With `on_error="mask"`, the completion of a failed row is a single end-of-sequence token.
         """
@@ -158,7 +158,7 @@ class TrlAttachment:
     # --- the rollout_func that TRL calls ------------------------------------------------------------------------
 
     def roll_out(self, prompts: list[Any]) -> dict[str, Any]:
-        """Complete each prompt of the dataset (a text or a chat) once. `env_mask` excludes failed rows from the loss.
+        """Complete each prompt (text or chat) once. In the returned dict, `env_mask` excludes failed rows from the loss.
 
         Raises:
             ValueError: the prompts contain images.
@@ -195,11 +195,11 @@ class TrlAttachment:
         self._full = full
 
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
-        """Make TRL compute log-probs over prefix trees, kept tokens, or both, with the routes that the rollout records.
+        """Make TRL compute log-probs over prefix trees, kept tokens or both, and replay expert routes if recorded.
 
         Args:
             trees: whether log-probs are computed over prefix trees.
-            kept: whether log-probs are over kept tokens.
+            kept: whether log-probs are over the kept tokens, from which each token was drawn.
         """
         trainer, routes = self.trainer, self.manager.config.record_routes
         self._replays_kept = kept
@@ -246,7 +246,7 @@ class TrlAttachment:
         return scored
 
     def _without_failed(self, rewards_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap the reward function to return NaN for failed rows, so that they are not in the mean and have advantage 0."""
+        """Wrap `rewards_of` to return NaN for failed rows, so that they do not affect the mean and have advantage 0."""
 
         def calculate(*args: Any, **kwargs: Any) -> Tensor:
             rewards = rewards_of(*args, **kwargs)

@@ -56,7 +56,7 @@ class Follower(RolloutCallback):
 
 
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
-    """Add a `Follower` to the trainer, unless it has a `RolloutCallback` for `manager`. `undo` removes the follower."""
+    """Return a `Follower`, added to the trainer unless that has a `RolloutCallback` for `manager`. `undo` removes it."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
     # Add nothing, because the caller's RolloutCallback already does the same.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):

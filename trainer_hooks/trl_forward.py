@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
-    """Remove TRL's replacement of `model.forward`, which only training needs, inside the block.
+    """Remove TRL's replacement of `model.forward`, which only training needs, until the `with` block ends.
 
     The replacement does not change generation. But it prevents the engine from using its CPU kernels, which require the
     original `forward` of the model's class.

@@ -49,7 +49,7 @@ class TrlGenerateAttachment:
 
     @property
     def steps(self) -> int:
-        """The number of steps that changed the weights since training began, or 0 if another callback has the hooks."""
+        """The number of weight updates since training began, or 0 if your own `RolloutCallback` hooks the optimizer."""
         return self._follower.steps
 
     def detach(self) -> None:
@@ -68,8 +68,8 @@ class TrlGenerateAttachment:
         def computed(
             model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
         ) -> Any:
-            # Use the sampled log-probs in TRL's pass before training, which needs neither gradients nor entropy. TRL
-            # calls it for the policy, which uses up the sampled log-probs, and then for the reference model.
+            # Use the sampled log-probs in TRL's pass before training, which needs neither gradients nor entropy. TRL runs
+            # the pass for the policy first. For the reference model, which follows, `_sampled` then returns None.
             if not torch.is_grad_enabled() and not kwargs.get("compute_entropy"):
                 known = self._sampled(input_ids, attention_mask, logits_to_keep)
                 if known is not None:
@@ -95,7 +95,7 @@ class TrlGenerateAttachment:
         return computed
 
     def _sampled(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor | None:
-        """Return the log-probs [N, width] of the last batch, once. Return None if the trainer would compute other ones.
+        """Return the rollout's log-probs [N, width] for the last batch, once only; None if the trainer's would differ.
 
         The trainer would compute the same log-probs if its rows contain the sampled tokens and the weights have not
         changed, in float32 without autocast and at the same temperature.

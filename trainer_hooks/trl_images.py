@@ -1,7 +1,7 @@
 """The images of a GRPOTrainer's prompts, in the form that the rollout needs.
 
-TRL passes the images, and token ids with all image placeholders. The trainer's image processor turns the images into the
-model's tensors, once for equal adjacent rows.
+TRL passes each prompt's images, and token ids that already contain all image placeholders. The trainer's image processor
+turns the images into the model's tensors, once for equal adjacent rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.requests.images import ImageInputs
 Prompt = list[int] | dict[str, Any]
 
 _TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask")
-"""The image tensors that TRL passes to a forward pass, with an entry per patch, per image or (except the last) per row."""
+"""The image tensors that TRL passes to a forward pass. Their first dimension counts patches, images or rows."""
 
 
 def is_vision(trainer: Any) -> bool:
@@ -70,7 +70,7 @@ def prompt_groups(
 
 
 def images_of_rows(count: int, given: Mapping[str, Any]) -> list[ImageInputs | None]:
-    """Split TRL's image arguments by row. The entry of a row without images is None.
+    """Return the images of each row, split from TRL's image arguments, or None for a row without images.
 
     Args:
         count: number of rows.

@@ -25,7 +25,7 @@ class ScoredCompletion:
 
     Attributes:
         reward: weighted sum of the reward functions. None if no function has scored the completion.
-        error: the reason why there is no reward. None if there is one.
+        error: reason why there is no reward, or None with a reward.
     """
 
     reward: float | None
@@ -94,7 +94,7 @@ class FullBatches:
         return self._trainer.accelerator.device
 
     def _groups(self, rows: int, size: int) -> Iterator[list[ScoredCompletion]]:
-        """Yield this rank's scored groups, whose rewards TRL has gathered with the rewards of all ranks."""
+        """Yield this rank's groups of `size` completions, with rewards from this rank's part of TRL's gathered ones."""
         assert self._rewards is not None
         first = self._trainer.accelerator.process_index * rows
         found = self._rewards[first : first + rows]
@@ -105,7 +105,7 @@ class FullBatches:
             yield each[start : start + size]
 
     def _drawn(self, count: int) -> list[dict[str, Any]]:
-        """Draw `count` examples from the training set. Every rank draws different ones."""
+        """Draw `count` random examples from the training set. Every rank draws its own examples."""
         accelerator, data = self._trainer.accelerator, self._trainer.train_dataset
         numbers = torch.randint(len(data), (count * accelerator.num_processes,)).tolist()
         first = accelerator.process_index * count
@@ -166,7 +166,7 @@ def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def _padded(values: list[Tensor], *, left: bool, value: int) -> Tensor:
-    """Concatenate rows of different lengths. Shorter rows are padded on one side."""
+    """Concatenate the rows of tensors. Shorter rows are padded with `value`, on the left if `left`, else the right."""
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(each.shape[1] for each in values)

@@ -43,7 +43,7 @@ def check_tree(trainer: Any) -> None:
 
 
 def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
-    """Let `model`, which the trainer trains, and its reference model attend over trees. Return a context that undoes this.
+    """Let the trained `model` and the reference model attend over prefix trees. Return a context that undoes this.
 
     Raises:
         UnsupportedModelError, ValueError: see `trainer_hooks.tree.attach`.
@@ -57,11 +57,11 @@ def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class LogprobPass:
-    """A replacement for a trainer's `_get_per_token_logps_and_entropies`.
+    """A replacement for `_get_per_token_logps_and_entropies` of the GRPOTrainer `trainer`.
 
     Args:
-        rows: the kept tokens and routes of the rows.
-        kept: sampling parameters of completions whose kept tokens are replayed. If None, there are none.
+        rows: the recorded kept tokens and expert routes of the generated rows.
+        kept: sampling parameters of the completions, if their kept tokens are replayed, else None.
         trees: whether to compute logits over prefix trees, which requires attached tree attention.
         layout: how the model finds images among its tokens. If None, images are not supported.
     """
@@ -124,7 +124,7 @@ class LogprobPass:
     def _padded(
         self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice, _images: list[Any]
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Return padded rows as input of a forward pass, and a context manager that replays their routes."""
+        """Return padded rows as a forward pass's input, and a context manager that replays their expert routes."""
         inputs = {"input_ids": input_ids, "attention_mask": real.to(torch.int64), "use_cache": False}
         before = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
         return Part(inputs, input_ids.masked_fill(~real, -1), wanted, before), self._rows.routed(
@@ -140,7 +140,7 @@ class LogprobPass:
         rows: slice,
         images: list[ImageInputs | None],
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Return the rows, with their images, as a prefix tree, and a context manager that replays their routes."""
+        """Return the rows and their images as a prefix tree, and a context manager that replays their expert routes."""
         pack = partial(self._pictured, images=images) if any(images) else pack_tree
         packed = pack(input_ids, real, wanted, routed_experts=self._rows.routes(rows))
         return packed.part(input_ids.masked_fill(~real, -1)), self._rows.routed_tree(model, packed)
@@ -158,7 +158,7 @@ class LogprobPass:
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
-        # Treat no token as sampled, because images may also be among tokens of the completion, such as tool results.
+        # Pass no token as sampled: placeholders among sampled tokens are ignored, but tool results may contain images.
         found = BatchImages.of(self._layout, images, tokens, np.zeros(tokens.shape, np.bool_), ids.device)
         assert found is not None
         packed = found.tree(ids, real, wanted, torch.arange(len(ids), device=ids.device), routed_experts)
@@ -167,7 +167,7 @@ class LogprobPass:
         return replace(packed, **of_rows)
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
-        """Return the shaping arguments of `read_scores`, and the sets that the tokens after the prompt were drawn from."""
+        """Return `read_scores`' sampling arguments, and the kept tokens of all columns after the first `prompt` ones."""
         ids, counts = self._rows.kept(rows)
         sizes = counts.new_zeros(shape)
         width = min(shape[1] - prompt, counts.shape[1])

@@ -24,7 +24,7 @@ def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
     if routes:
         _check_routes(trainer, asked)
     params = sampling_params(trainer)
-    # Do not count top_k=1 as truncated: its only kept token has the log-prob 0 and no gradient.
+    # Do not replay kept tokens with top_k=1: the only kept token would have log-prob 0 and no gradient.
     why = _why_not(trainer, params) if params.truncated and params.top_k != 1 else ""
     if asked and why is not None and (why or not routes):
         raise ConfigError(

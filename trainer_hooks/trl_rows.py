@@ -41,7 +41,7 @@ class GeneratedRows:
     # --- from generation to forward pass ------------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
-        """Store the rows of a generation until TRL has scored them. A failed row is a single token."""
+        """Store the kept tokens and routes of a generation until TRL has scored its rows. A failed row has one token."""
         self._now = {}
         if self._kept:
             sets = [
@@ -61,12 +61,12 @@ class GeneratedRows:
             self._now[_ROUTES] = routes
 
     def scored(self, outputs: dict[str, Any]) -> dict[str, Any]:
-        """Return TRL's outputs for a generation, with the stored rows added."""
+        """Return TRL's outputs for a generation, with the stored kept tokens and routes added."""
         now, self._now = self._now, {}
         return outputs | now
 
     def loss(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `_compute_loss` to record the rows of its forward pass."""
+        """Wrap `_compute_loss` so that its forward pass uses the kept tokens and routes among its inputs."""
 
         def computed(model: Any, inputs: dict[str, Any]) -> Any:
             self._now = {name: inputs[name] for name in (_IDS, _COUNTS, _ROUTES) if name in inputs}
@@ -78,7 +78,7 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the kept tokens: ids, int32 [N, ids per row], and counts, int32 [N, completion length], padded with 0."""
+        """Return int32 (kept ids of `rows` [N, ids per row], number of kept ids per token [N, tokens per row])."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed(self, model: Any, input_ids: Tensor, real: Tensor, rows: slice) -> Iterator[None]:
-        """Replay recorded routes, if there are any, while the block runs a forward pass of these padded rows."""
+        """Replay the recorded routes, if any, in a forward pass over padded `rows`. `real` is False at padding tokens."""
         routes = self.routes(rows)
         if routes is None:
             yield
@@ -100,7 +100,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed_tree(self, model: Any, packed: PackedTree) -> Iterator[None]:
-        """Replay recorded routes, if there are any, while the block runs a forward pass of a tree."""
+        """Replay the recorded routes, if any, while the `with` block runs a forward pass over the tree `packed`."""
         if packed.routed_experts is None:
             yield
             return
@@ -139,7 +139,7 @@ class GeneratedRows:
 
 
 def _padded(rows: list[list[int]], device: Any) -> Tensor:
-    """Pad rows with 0 to int32 [N, longest]."""
+    """Return the rows as an int32 tensor [N, longest row], padded with 0 on the right."""
     padded = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 STEP = "train/step"
-"""The name of the axis of all metrics."""
+"""The name of the metric that is the x-axis of all others: the trainer's step."""
 
 SAMPLE_COLUMNS = ("step", "text", "reward", "length", "finish_reason", "mean_staleness", "by_version")
 
 
 class WandbLogger:
-    """A logger to a wandb run whose axes are defined. As a context manager, it finishes the run.
+    """A logger of metrics and samples to a wandb run, over the trainer's step. As a context manager, it finishes the run.
 
     If a run is already active in this process, that run is used, and `finish()` leaves it open.
 
@@ -71,7 +71,7 @@ class WandbLogger:
             self.run.define_metric(axis, step_metric=STEP)
 
     def log(self, step: int, *metrics: Mapping[str, Any]) -> None:
-        """Log the dicts together as one point. Their values are numbers, or numpy or torch scalars.
+        """Log the dicts `metrics` as one point at `step`. Their values are numbers, or numpy or torch scalars.
 
         Raises:
             KeyError: a name under `rollout/` is not in the table of `rollout.observe.metric_table`.
