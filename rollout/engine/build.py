@@ -227,7 +227,7 @@ def _memory(
     context = DynamicInferenceContext(config, cache, states, base.clock, spare)
     context.may_shrink = peers.group is None
     if routers is not None:
-        # Let the scheduler read a finished sequence's routes from the sequence's blocks.
+        # Let the scheduler read a sequence's expert routes from its blocks, to copy them to the sequence's record.
         context.scheduler.table.read_routes = cache.read_routes
     return cache, states, context
 
@@ -302,7 +302,7 @@ def _choose_forwards(
     """Set up the forward passes of a runner that are faster than the module's own: fused C++ code and CUDA graphs.
 
     Args:
-        asked: the flag that stops a series of decode steps early; see `DecodeRuns`.
+        asked: the flag that stops a call of several decode steps early; see `DecodeRuns`.
         whole: whether this rank has all weights and computes forward passes alone.
     """
     module, layout, cache = runner.module, runner.layout, runner.cache
@@ -401,5 +401,5 @@ def check_arguments(model: object, tokenizer: object, config: object) -> None:
 
 
 def step_tokens(config: InferenceConfig, device: torch.device) -> int:
-    """Return the token budget of a step for a configuration that does not set one."""
+    """Return the token budget of a step for a configuration without `max_tokens_per_step`."""
     return max(CUDA_STEP_TOKENS, config.max_requests) if device.type == "cuda" else config.step_tokens

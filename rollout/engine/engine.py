@@ -180,7 +180,7 @@ class DynamicInferenceEngine:
     def follow_model(self) -> None:
         """Build the parts again if windows or masks of attention layers have changed since the last build.
 
-        Does nothing inside `installation`, or while the weights are sharded. Raises: see `followed`.
+        Do nothing in an `installation` block, or while the weights are sharded. Raises: see `followed`.
         """
         if not self.installation.active and self.weights.ready:
             self.parts = followed(self._base, self.parts)
@@ -218,7 +218,7 @@ class DynamicInferenceEngine:
         Requests accepted under other adapters wait until those adapters are active again. Meanwhile their KV may be evicted.
 
         Args:
-            ahead: whether to make further decode steps in the same call, for about 30 ms. They stop early if a sample
+            ahead: whether to run further decode steps in the same call, for about 30 ms. They stop early if a sample
                 finishes, another thread waits, or `ask_for_boundary` is called. Only the fused CPU forward pass can do this.
                 The sampled tokens are the same either way.
 
@@ -381,7 +381,7 @@ class DynamicInferenceEngine:
 
 @dataclass(frozen=True)
 class Support:
-    """A list of the engine's requirements, which says whether a model meets them.
+    """The result of `inspect`: which of the engine's requirements a model meets, and which it does not.
 
     `str()` returns one line per requirement. `bool()` returns True if the model meets all requirements.
     """

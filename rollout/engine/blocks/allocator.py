@@ -104,7 +104,7 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Return whether a block with this hash is in the index or on the host; its tokens may differ."""
+        """Return whether a block with this hash, but possibly with other tokens, is in the index or on the host."""
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:

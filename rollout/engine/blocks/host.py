@@ -33,7 +33,7 @@ class HostBlock:
 
 
 class HostCache:
-    """The blocks in `num_slots` slots of host memory, `slot_bytes` bytes each. If there are no slots, it stays empty.
+    """The evicted blocks in host memory, which has `num_slots` slots of `slot_bytes` bytes. Without slots, it stays empty.
 
     Attributes:
         blocks: the blocks by hash, least recently offloaded first.
@@ -118,7 +118,7 @@ class HostCache:
         return slot
 
     def take(self, blocks: Sequence[HostBlock]) -> None:
-        """Remove blocks from lookups. Their slots stay in use until `release`."""
+        """Remove blocks from the cache, so that lookups no longer find them. Their slots stay in use until `release`."""
         for block in blocks:
             del self.blocks[block.block_hash]
 

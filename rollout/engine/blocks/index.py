@@ -66,10 +66,10 @@ class PrefixIndex:
 
     Attributes:
         registered: [num_blocks] bool, whether each block is registered.
-        current: the id of the registered block with each hash.
-        outdated: the hashes that the last `clear` removed.
+        current: the id of each registered block, by the block's hash.
+        outdated: the hashes that the last `clear` of a non-empty index removed.
         refused: the number of blocks that lookups missed because they were computed before the last `clear`.
-        changes: records the changes of `current`.
+        changes: the changes to `current` that have not been taken yet.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -127,7 +127,7 @@ class PrefixIndex:
         return found
 
     def count_refused(self, hashes: Sequence[int]) -> None:
-        """Count the leading blocks of a chain that were cached until the last `clear`."""
+        """Add the number of a chain's leading blocks that were cached until the last `clear` to `refused`."""
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:

@@ -17,7 +17,7 @@ NO_PAGE = -1
 
 
 class BlockPages:
-    """The pages of one allocator's blocks.
+    """The assignment of pages to one allocator's blocks.
 
     Attributes:
         num_pages: the current size of the pool, in pages.

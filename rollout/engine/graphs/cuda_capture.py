@@ -16,12 +16,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 WARM_UP_RUNS = 2
-"""The number of runs before a capture. They create what cannot be created in it: kernels, library handles and workspaces."""
+"""The number of runs before a capture. They create kernels, library handles and workspaces, which it cannot create."""
 _log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """A CUDA device whose graphs are captured on a private stream. They share a memory pool: only one runs at a time."""
+    """A device whose graphs are captured on a private stream. They can share a memory pool, as only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +50,7 @@ class CudaDevice:
                         work()
             finally:
                 current.wait_stream(self._stream)
-            # Empty the cache now: the allocator cannot release cached memory during a capture.
+            # Empty the cache before the capture, during which the allocator cannot release cached memory.
             self._stream.synchronize()
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info()
@@ -76,7 +76,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream):
-                # In mode thread_local, other threads, such as data loaders, may allocate device memory meanwhile.
+                # Use mode thread_local, so that other threads (data loaders, for example) may allocate device memory.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -128,7 +128,7 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 @contextmanager
 def _own_cublas_workspace() -> Iterator[None]:
-    """Make a capture inside the block allocate its cuBLAS workspace in the graph's pool.
+    """Make a capture in the `with` block allocate its cuBLAS workspace in the graph's pool.
 
     A workspace allocated elsewhere could be freed while graphs still write to it, for example by
     `torch.compile(mode="reduce-overhead")` in the trainer.
@@ -142,7 +142,7 @@ def _own_cublas_workspace() -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection, which may destroy a graph or free another stream's memory and so break the capture."""
+    """Disable garbage collection, which would break a capture by destroying a graph or freeing another stream's memory."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,7 +154,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def no_kept_casts() -> Iterator[None]:
-    """Make autocast drop the cast copy of a weight after each module that runs inside the block.
+    """Make autocast drop the cast copy of a weight after each module that runs in the `with` block.
 
     Otherwise, if the model's forward pass enters autocast itself (as with accelerate), cast copies of all weights would
     stay in the graph's memory pool.

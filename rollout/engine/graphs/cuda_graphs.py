@@ -208,7 +208,7 @@ class GraphedDecode:
         """Return the decode state. If it lacks room for rows at these positions, enlarge it, which drops all graphs."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
-            # Release the captured graphs: they read the smaller decode state.
+            # Release the captured graphs, because they contain the addresses of the smaller buffers.
             self.release()
             if columns > self._columns:
                 self._columns = max(columns, 2 * self._columns)
@@ -275,9 +275,9 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Return the number of key parts that every graph initially has room for.
+    """Return the number of parts, into which the keys of a step are split, that every graph initially has room for.
 
-    It is the number that fits into `LEAST_WORKSPACE`, or the number in `rows` rows of `STATE_LENGTH` tokens if that is less.
+    This is the number that fits into `LEAST_WORKSPACE`, or the number for `rows` rows of `STATE_LENGTH` tokens if less.
     """
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))

@@ -117,7 +117,7 @@ class DecodeState:
 
 
 class CapturedBatch:
-    """The `AttentionBatch` of a forward pass that is captured in a graph."""
+    """An `AttentionBatch` for captured forward passes: it computes attention with `TritonDecode` on `DecodeInputs`."""
 
     def __init__(self, kernels: TritonDecode, layout: ModelLayout, inputs: DecodeInputs) -> None:
         self._kernels = kernels
@@ -143,7 +143,7 @@ class CapturedBatch:
 
 
 class TritonDecode:
-    """Computes the attention of a captured step with the Triton kernels.
+    """Computes the attention of a captured decode step with the Triton kernels.
 
     Args:
         paged: the kernels. Only captured graphs may use their workspace, because the graphs contain its addresses.

@@ -108,7 +108,7 @@ class BlockPool:
             torch.OutOfMemoryError: the device lacks the memory; nothing has changed.
         """
         sizes = [num_blocks * width for width in self._widths]
-        # Allocate empty tensors for a model without attention layers, whose blocks hold nothing.
+        # Use `zeros` for a model without attention layers: its blocks are empty, so no device memory must be allocated.
         flat = self._allocate(sizes, self.dtype, self.device) if any(sizes) else zeros(sizes, self.dtype, self.device)
         self._parts = [part.view(num_blocks, width) for part, width in zip(flat, self._widths, strict=True)]
         self.num_blocks, self._held = num_blocks, True
@@ -143,7 +143,7 @@ class BlockPool:
         In a run of consecutive pairs between device blocks, all sources are read before any destination is written.
         """
         for (from_host, to_host), run in groupby(pairs, lambda pair: (pair[0] < 0, pair[1] < 0)):
-            # Keep only the last write to each block.
+            # Keep only the last write to each block: with repeated indices, `index_copy_` would write them in any order.
             last = dict(pair[::-1] for pair in run)
             sources, targets = list(last.values()), list(last)
             if from_host or to_host:
@@ -192,7 +192,7 @@ class BlockPool:
         if blocks is not None:
             targets[~np.isin(self._saved, blocks)] = -1
         kept = np.flatnonzero(targets >= 0)
-        # Store the new ids before the copy: if it fails, expert routes are still read from the host, under the new ids.
+        # Store the blocks' new ids before copying: if the copy fails, expert routes are read from the host by new ids.
         self._saved = targets
         index = upload(targets[kept].astype(np.int64), self.device)
         self._host.load(self._parts, index, kept)

@@ -1,6 +1,6 @@
 """The paged KV cache: a pool whose blocks each hold K and V of `block_size` tokens for every layer.
 
-Recorded expert routes are one more part of every block, so they are copied, saved and shared with the block.
+Recorded expert *routes* (which experts were chosen per token) are one more part of every block, copied along with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The shape of the expert choices that a mixture of experts makes per token."""
+    """The shape of a mixture of experts' *routes*: the indices of the experts that each router chose for a token."""
 
     num_layers: int
     """The number of layers with a router."""
@@ -43,7 +43,7 @@ class RouteShape:
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Return the number of bytes per block of `block_size` tokens, rounded up to a multiple of the size of `dtype`."""
+        """Return the size in bytes of the routes of `block_size` tokens, rounded up to a multiple of the size of `dtype`."""
         used = block_size * self.num_layers * self.top_k * self.dtype.itemsize
         return -(-used // dtype.itemsize) * dtype.itemsize
 
@@ -127,8 +127,6 @@ class KVCache(BlockPool):
 
         Args:
             blocks: block ids of the sequence, in order.
-            start: first position.
-            stop: position after the last.
         """
         assert self.routes is not None
         low, high = start // self.block_size, -(-stop // self.block_size)
@@ -144,7 +142,7 @@ class KVCache(BlockPool):
         return read
 
     def _routes(self, part: Tensor) -> Tensor:
-        """Return a view [blocks, block_size, layers, k] of the part of the pool that holds the routes."""
+        """Return a view [N, block_size, layers, k] of `part`, a tensor [N, width] that holds the routes of N blocks."""
         assert self.routes is not None
         shape = (self.block_size, self.routes.num_layers, self.routes.top_k)
         return part.view(self.routes.dtype)[:, : math.prod(shape)].view(-1, *shape)

@@ -18,7 +18,7 @@ from rollout.engine.memory.buffers import ALIGNMENT
 
 @dataclass(frozen=True)
 class StateKey:
-    """The key of one of a model's states: layer, kind and index, as in transformers' cache."""
+    """The key of one recurrent or convolutional state: layer, kind and index, as in transformers' cache."""
 
     layer: int
     kind: str

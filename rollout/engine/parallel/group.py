@@ -66,7 +66,7 @@ class TensorParallelGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the group's first, which decides what the group computes."""
+        """Whether this rank is the first of the group, which decides what all members compute."""
         return self.place == 0
 
     @property
@@ -135,7 +135,7 @@ class TensorParallelGroup:
             raise EngineDeadError(self._lost)
 
     def lose(self, why: BaseException | str) -> EngineDeadError:
-        """Mark the group as lost and close the channel, which the other members notice. Return the error to raise."""
+        """Mark the group as lost, and close the channel to notify the other members. Return the error to raise."""
         if self._lost is None:
             others = ", ".join(f"rank {rank}" for rank in self.ranks if rank != self.ranks[self.place])
             said = why if isinstance(why, str) else f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"
@@ -147,13 +147,13 @@ class TensorParallelGroup:
         return EngineDeadError(self._lost)
 
     def lose_after(self, failed: BaseException, lost: BaseException) -> EngineDeadError:
-        """Mark the group as lost after a forward pass has failed on this rank. Return an error that names both causes."""
+        """Mark the group as lost after a forward pass failed on this rank. Return an error naming `failed` and `lost`."""
         said = self.lose(lost)
         return EngineDeadError(f"{said}; before, the forward raised {type(failed).__name__} here: {failed}")
 
     def close(self) -> None:
         """Close this rank's end of the channel. Repeated calls have no effect."""
-        # Drop the only reference to the channel, which closes its connections.
+        # Drop the only reference to the channel, so that its connections are closed.
         self._channel = None
         self._lost = self._lost or f"the {self.name} was closed on rank {self.ranks[self.place]}; build another engine"
 
@@ -164,7 +164,7 @@ class TensorParallelGroup:
         self.refuse_when_lost()
         try:
             collective().wait()
-        # Catch RuntimeError, the closest common class of the backends' errors for a closed connection and for a timeout.
+        # Catch RuntimeError, the base class of the errors that backends raise for a closed connection and for a timeout.
         except RuntimeError as exc:
             raise self.lose(exc) from exc
 

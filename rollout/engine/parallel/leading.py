@@ -35,7 +35,7 @@ FORWARD, BEAT, CHECK, END = "forward", "beat", "check", "end"
 
 @dataclass(frozen=True, eq=False)
 class ForwardWork:
-    """The input of one forward pass, and the changes of the KV cache that precede the pass."""
+    """The input of one forward pass, and the changes to make to the KV cache before the pass."""
 
     ids: NDArray[np.int64]
     """The token ids of the P packed positions, [P]."""
@@ -70,7 +70,7 @@ WORK = _record(
 
 
 class Together:
-    """Makes other ranks compute a step's forward pass, too. In this base class, there are no other ranks."""
+    """Makes other ranks compute each forward pass of this rank, too. In this base class, there are no other ranks."""
 
     def refuse_alone(self) -> None:
         """Check that the other ranks are ready to compute forward passes together with this rank.
@@ -94,7 +94,7 @@ class Together:
 
 
 class Leader(Together):
-    """The first rank of a tensor-parallel group, which sends all messages."""
+    """The first rank's role in a tensor-parallel group: to send all messages to the other members."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group
@@ -155,8 +155,8 @@ class Leader(Together):
         except Exception as exc:
             try:
                 self._send(CHECK)
-                # Check whether every member failed too. 0 means that some member did not. This member may then have run
-                # a collective operation that the failed members have skipped.
+                # Check whether every member failed, too. If one did not (0), the group is lost: that member may have run a
+                # collective operation that the failed members have skipped.
                 agreed = self.group.least(1)
             except EngineDeadError as lost:
                 raise self.group.lose_after(exc, lost) from exc
@@ -169,7 +169,7 @@ class Leader(Together):
 
     def _send(self, kind: str, content: Any = None) -> None:
         message: bytes = msgpack.packb([kind, content])
-        # Send under a lock, because a message may take two broadcasts, and several threads may send messages.
+        # Take a lock: several threads send messages, and the two broadcasts of a long message must not be separated.
         with uninterrupted(wholly=True), self._sending:
             self.group.send(message)
             self._sent = self._clock()

@@ -24,7 +24,7 @@ LEFT, BUSY, IDLE, DONE = range(4)
 
 
 class Lockstep(Together):
-    """Runs the rounds of one rank's engine.
+    """Runs one rank's part of each round: its own forward pass, and empty calls of the expert modules that it skips.
 
     Args:
         group: the ranks that exchange tokens.
@@ -35,14 +35,14 @@ class Lockstep(Together):
         self.group = group
         self._layers = modules
         self._empty: dict[nn.Module, tuple[Tensor, ...]] = {}
-        """The inputs without tokens of each expert module."""
+        """The inputs with which to call each expert module without tokens."""
         self._done: list[nn.Module] | None = None
         """The expert modules called in the current round; None outside a round."""
         self._inside = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block, make expert modules raise an error if they are called outside a round or twice in a round."""
+        """In the `with` block, make expert modules raise an error if they are called outside a round or twice in a round."""
         with ExitStack() as undo:
             for layer in self._layers:
                 undo.callback(layer.register_forward_pre_hook(self._begin).remove)
@@ -89,7 +89,7 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Run a round: at most one forward pass inside the block. On exit, call the expert modules that were not called.
+        """Run a round: at most one forward pass in the `with` block. On exit, call the expert modules that it did not call.
 
         Raises:
             EngineDeadError: a rank is lost, or this rank failed inside an expert module.
@@ -132,7 +132,7 @@ class Lockstep(Together):
         self.refuse_alone()
         done = self._done
         assert done is not None
-        # Reject a repeated call, and a call out of order. While `learn` finds the order, reject only a repeated call.
+        # Reject repeated calls and calls out of order. Only repeated calls can be rejected while `learn` finds the order.
         if layer in done or (layer in self._empty and self._layers[len(done)] is not layer):
             raise EngineStateError(
                 f"{self.group.name}: a step calls a module of experts twice or in another order than the other ranks' steps "

@@ -67,7 +67,7 @@ class DynamicInferenceContext:
         headroom: the number of device bytes that the pool leaves free for a step.
         to_come: function that returns the number of bytes that CUDA graphs will take. These bytes are also left free, unless
             the pool would shrink to half of its configured size or less.
-        may_shrink: whether `resume` may make the pool smaller. False in a tensor-parallel group, where all sizes are equal.
+        may_shrink: whether `resume` may make the pool smaller. False in tensor-parallel groups: their pools have one size.
         kept: what every suspend since the caller last set this attribute has kept of the KV cache: `KEPT_ALL`, `KEPT_HELD`
             (only blocks that requests hold) or `KEPT_NOTHING`.
     """
@@ -99,7 +99,7 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """The arguments of the last `follow_blocks`. If None, this rank's own allocator tells which pages to copy."""
+        """The arguments of the last `follow_blocks`. If None, the pages to copy are read from this rank's allocator."""
         self.may_shrink = True
         self.kept = KEPT_ALL
 
@@ -298,7 +298,7 @@ class DynamicInferenceContext:
 def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: torch.device) -> int:
     """Return the number of slots in the pool of recurrent states: by default two per running sequence.
 
-    One holds the sequence's state and one a snapshot for the prefix cache. All take at most half of the KV memory budget.
+    One is for the sequence's state, one for a snapshot in the prefix cache. All take at most half of the KV memory budget.
 
     Raises:
         ConfigError: half of the memory budget is too small for a single slot.

@@ -50,7 +50,7 @@ class EngineControl:
 
     @contextmanager
     def adapter_switch(self, what: str | None = None) -> Iterator[None]:
-        """Open a block in which the caller may change the model's active adapters, while no step runs. Ignore `what`."""
+        """Open a block in which the caller may change the model's active adapters, while no step runs. `what` is ignored."""
         with self._lifecycle.locked():
             try:
                 yield
@@ -59,11 +59,11 @@ class EngineControl:
         self._lifecycle.moved()
 
     def pause(self) -> None:
-        """Stop stepping after the current step. Unfinished requests keep their KV and wait."""
+        """Stop running steps once the current step has finished. Unfinished requests keep their KV and wait."""
         self._signal(ControlSignal.PAUSE, lambda: self._mark_active(Status.ACTIVE_BUT_NOT_GENERATING_TOKENS))
 
     def unpause(self) -> None:
-        """Allow steps again."""
+        """Let the engine run steps again after `pause`."""
         self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
@@ -251,7 +251,7 @@ class EngineControl:
             return self._context.allocator.drop_cached()
 
     def track_prefix_cache(self, changes: CacheChanges) -> list[int]:
-        """Record further changes of the prefix cache in `changes`. Return the hashes of the currently cached blocks."""
+        """Record later changes to the prefix cache in `changes`. Return the hashes of the blocks that are cached now."""
         with self._lifecycle.lock:
             self._context.allocator.index.changes = changes
             return list(self._context.allocator.index.current)

@@ -100,7 +100,7 @@ def decode_trial(
     length: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Measure the decode speed for random prompts, without the time of the prompts, and return the speed as text.
+    """Measure the decode speed for random prompts, excluding prefill time, and return the speed as text.
 
     The faster of two calls counts. The trial uses up request ids, so nothing else should sample with this engine.
 
@@ -124,7 +124,7 @@ def decode_trial(
             took.append(clock() - start)
         return min(took)
 
-    # Time the longer calls first. The very first call includes lazy initialisation, and the minimum of two calls drops it.
+    # Time the longer calls first: lazy initialisation slows down the first of them, and the faster one of the two counts.
     speed = count * TOKENS / max(seconds(1 + TOKENS) - seconds(1), 1e-9)
     return f"decode of {count} sequences of {PROMPT + TOKENS // 2} tokens: {speed:,.0f} tokens/s"
 

@@ -26,9 +26,9 @@ class HoldLevel(IntEnum):
 
     RUNNING = 0
     PAUSED = 1
-    """The engine makes no steps. The KV cache stays in device memory."""
+    """The engine runs no steps. The KV cache stays in device memory."""
     SUSPENDED = 2
-    """The engine makes no steps. The KV cache is kept, offloaded or dropped according to the KV cache mode."""
+    """The engine runs no steps. The KV cache is kept, offloaded or dropped according to the KV cache mode."""
 
 
 COORDINATOR = "coordinator"
@@ -53,7 +53,7 @@ _LEVELS = {
 
 
 class HeldEngine(Protocol):
-    """The lifecycle methods of an engine, documented in `EngineControl`."""
+    """The engine methods that `Holds` calls. `EngineControl` and `Lifecycle` document them."""
 
     @property
     def state(self) -> EngineState: ...
@@ -121,7 +121,7 @@ class Holds:
     def held(self, holder: str, level: HoldLevel, mode: Mode = None) -> Iterator[None]:
         """Open a block in which `holder` requests `level`.
 
-        Blocks of one holder may nest or overlap. The end of the last one releases the hold. A stopped engine is not held.
+        Blocks of one holder may nest or overlap: the hold is released when the last one exits. A stopped engine is not held.
         """
         with self._engine.locked():
             if self._engine.state is not EngineState.STOPPED:

@@ -77,7 +77,7 @@ class Intake:
             request_id: id of the request. If None, the engine assigns its next id.
             priority: requests with a higher number run first; requests of equal priority run in order of arrival.
             metadata: any value that msgpack can serialize; results contain it unchanged.
-            samples: indices of the samples that this engine computes; other ranks may compute the rest. None: all n samples.
+            samples: indices of the samples that this engine computes; other ranks may compute the rest. None means all n.
             arrival_time: time on the engine's clock, in seconds, from which latency is measured. If None, the current time.
 
         Returns:
@@ -286,8 +286,8 @@ class Intake:
         """
         first = record[0]
         prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
-        # Raise `max_tokens` by the completion tokens in the first segment's prompt: a checkpoint moves tokens there and
-        # lowers `max_tokens`, and a record may start with a checkpointed segment.
+        # Raise `max_tokens` by the number of completion tokens in the first segment's prompt. If the record starts with a
+        # checkpointed segment, the checkpoint has moved these tokens there, and has lowered `max_tokens` by their number.
         if made := len(first.prompt_tokens) - len(prompt):
             params = params.replace(max_tokens=params.max_tokens + made)
         pictured = self.images(first.request_id, prompt_of(first))
@@ -307,7 +307,7 @@ class Intake:
         """Queue a stale sample again from its prompt, or fail it if that raises. The caller has removed it from its queue.
 
         Returns:
-            Whether the sample was queued.
+            Whether the sample was queued again.
         """
         try:
             fresh = self.from_prompt(sample.record, sample.order, self._scheduler.version)

@@ -36,7 +36,7 @@ class Ledger:
     Attributes:
         live: the unfinished samples, by request id and then by sample index.
         ended: the finished records that were not returned yet.
-        counters: the counters of `ENGINE_STATS` that the ledger keeps: steps, prompt tokens and requests.
+        counters: the counters that the ledger keeps (steps, prompt tokens, requests), by their names in `ENGINE_STATS`.
     """
 
     _scheduler: Scheduler
@@ -67,14 +67,14 @@ class Ledger:
         return samples
 
     def accept(self, *samples: Sample) -> None:
-        """Add samples that the scheduler has queued to the unfinished samples."""
+        """Add samples to `live`. The scheduler must already have queued them."""
         for sample in samples:
             number, index = sample.key
             self.live.setdefault(number, {})[index] = sample
 
     def unfinished(self) -> list[Sample]:
         """Return all unfinished samples."""
-        # Copy the collections: another thread may finish a sample meanwhile.
+        # Copy the collections, because another thread may finish a sample during the iteration.
         return [sample for samples in list(self.live.values()) for sample in list(samples.values())]
 
     def oldest_arrival(self) -> float:
@@ -114,7 +114,7 @@ class Ledger:
         self.forget(sample)
 
     def forget(self, sample: Sample) -> None:
-        """Remove a sample from `live`."""
+        """Remove a sample from `live`, the unfinished samples."""
         number, index = sample.key
         self.live[number].pop(index, None)
         if not self.live[number]:

@@ -12,7 +12,7 @@ from rollout.errors import EngineStateError
 
 
 class Peers:
-    """The role of this rank in its groups. All ranks of a group must construct a `Peers` at the same time.
+    """The groups of this rank, and its role in them. All ranks of a group must construct a `Peers` at the same time.
 
     Attributes:
         group: the tensor-parallel group, whose ranks compute every step together, each with its shard of the weights.
@@ -31,7 +31,7 @@ class Peers:
             self.group.refuse_unequal("InferenceConfig", repr(config))
         if (mesh := weights.expert_parallel_mesh) is not None:
             exchange = TensorParallelGroup(mesh, config.advanced.control_timeout_s, "expert-parallel")
-            # Require equal settings: the verification runs forward passes, which only all ranks together can run.
+            # Require equal settings: if only some ranks ran the verification's forward passes, they would wait for the rest.
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None
@@ -52,7 +52,7 @@ class Peers:
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:
-        """Raise `EngineStateError` if a step needs other ranks that are not in a call which computes steps together."""
+        """Raise `EngineStateError` if a step needs other ranks, but they are not ready to compute it with this rank."""
         self.together.refuse_alone()
         if self.group is not None and self.leader is None:
             raise EngineStateError(

@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Prefill:
-    """The computation of logits with the parts of one engine. The caller of `run` must hold the engine's lock."""
+    """Computes logits with one engine's runner, KV pool and intake. The caller of `run` must hold the engine's lock."""
 
     _config: InferenceConfig
     _runner: ModelRunner
@@ -96,14 +96,14 @@ class Prefill:
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
-            # Require an image for every placeholder: a placeholder without image would be computed as if it were text.
+            # Match images with placeholders, because a placeholder without an image would be computed as if it were text.
             return self._intake.images(index, tokens).longest_whole
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"sequence {index}: {exc}") from exc
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
         vocabulary = self._runner.layout.vocab_size
-        # Let an image exceed the limit on logits, because no logits are computed at an image's positions.
+        # Allow a step that is as long as the longest image, even beyond `LOGITS_BYTES`: images need no logits.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most))
         context = self._context
@@ -150,7 +150,7 @@ class Prefill:
         finite = take(indices, positions, logits[: len(keep)])
         memory = np.zeros(0, np.int32)
         if not finite:
-            # Keep this KV out of the prefix cache, and have it cleared: kernels may multiply it by 0, and 0 * NaN is NaN.
+            # Keep this KV out of the prefix cache and have it zeroed, because it may hold NaN, and 0 * NaN is NaN.
             scheduler.table.current[step.rows] = False
             memory = np.concatenate([scheduler.blocks.memory(row) for row in step.rows.tolist()])
         scheduler.update(step, _NOTHING_SAMPLED)

@@ -38,7 +38,7 @@ class Stepper:
 
     Attributes:
         last: the step that was scheduled last. None if no request could run.
-        made: the number of decode steps made by the last call of `step`. It is 1 if that call computed prefill chunks, and 0
+        made: the number of decode steps run by the last call of `step`. It is 1 if that call computed prefill chunks, and 0
             if nothing ran or the step failed.
     """
 
@@ -61,7 +61,7 @@ class Stepper:
         """Schedule and execute a step, update the scheduler, and add the finished records to the ledger.
 
         Args:
-            ahead: whether to make several decode steps in one call, if the step's rows need no Python code in between.
+            ahead: whether to run several decode steps in one call, if the step's rows need no Python code in between.
         """
         log, self.made = self._tap.log, 0
         if log is not None:
@@ -255,7 +255,7 @@ class Stepper:
 
 
 def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tuple[int, ...]:
-    """Return a step's numbers in the order of `StepRow`'s fields. `made` is the number of decode steps in the call."""
+    """Return the trace's numbers for a step, ordered like `StepRow`'s fields. `made` is the number of decode steps run."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
     decodes, entries = step.num_decodes, len(step.rows)

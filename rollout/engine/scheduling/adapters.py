@@ -1,4 +1,4 @@
-"""The *variant* of a model: its active adapters. One model computes the same results under equal variants.
+"""The *variant* of a model: its active adapters and their scaling. Equal variants of one model give equal results.
 
 Requests share KV, and run together, only if their variants are equal. The variant is read from the PEFT layers themselves
 (active adapters, their scaling, and whether adapters are disabled), so any way of switching adapters is detected. This
@@ -38,22 +38,22 @@ def variant_of(layers: list[Any]) -> Variant:
 
 
 def described(variant: Variant) -> str:
-    """Return the names of the adapters in a variant, for messages."""
-    # Make a list of layers: if all layers agree, the variant itself contains the (name, scaling) pairs of every layer.
+    """Return the quoted names of a variant's adapters, joined by commas, for messages; "none" without adapters."""
+    # Wrap the variant in a tuple if all layers agree: it then holds pairs (name, scaling), not one tuple per layer.
     layers = (variant,) if variant and variant[0] and isinstance(variant[0][0], str) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"
 
 
 def _has_switches(module: nn.Module) -> bool:
-    # Require properties: PEFT layers have properties with these names, while transformers models have methods.
+    # Require properties, because transformers models have methods of these names, and only PEFT layers have properties.
     return all(
         isinstance(getattr(type(module), name, None), property) for name in ("active_adapters", "disable_adapters")
     )
 
 
 def _acting(layer: Any) -> Variant:
-    """Return a (name, scaling) pair for each active adapter in a layer."""
+    """Return the variant of a single layer: a (name, scaling) pair for each of its active adapters."""
     if layer.disable_adapters:
         return NO_ADAPTER
     scaling, kinds = (layer.__dict__.get(name) or {} for name in ("scaling", "lora_variant"))

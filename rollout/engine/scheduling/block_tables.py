@@ -1,7 +1,8 @@
 """Block tables: the blocks of each sequence, and which of them are shared.
 
-This module connects the sequence table with the allocator. Blocks are reserved before they are written, and a shared block
-is copied before it is written. A complete block is registered for sharing only if a new request would now compute equal KV.
+This module connects the allocator with the sequence table, in which each active sequence owns a *row*. Blocks are reserved
+before they are written. A shared block is copied before it is written. A complete block is registered for sharing only if a
+new request would now compute equal KV.
 
 In a model with recurrent states, a row also holds a state slot, and a cached prefix can be continued only from a snapshot of
 the state. A snapshot is kept at the last block boundary inside a prompt, and at the last boundary that a completion passed.
@@ -19,7 +20,7 @@ from rollout.requests.block_hash import chain_block_hashes, chain_root
 
 
 class BlockTables:
-    """The block tables of the active sequences."""
+    """Reserves, shares, registers and releases the blocks of the active sequences."""
 
     def __init__(self, allocator: BlockAllocator, table: SequenceTable) -> None:
         self.allocator = allocator
@@ -31,7 +32,7 @@ class BlockTables:
     # --- room to write ------------------------------------------------------------------------------------------
 
     def need_block(self, rows: IntArray) -> IntArray:
-        """Return the rows among `rows` that need a new block, or their own copy of a shared block, for the next position."""
+        """Return the rows among `rows` whose next position needs a new block, or a private copy of a shared block."""
         table = self.table
         index = table.computed[rows] // table.block_size
         missing = index >= table.num_blocks[rows]
@@ -87,7 +88,7 @@ class BlockTables:
         self.table.state[target.row] = self.states.allocate(self.table.state.item(source.row))
 
     def memory(self, row: int) -> IntArray:
-        """Return the ids of the pages that a row holds."""
+        """Return the ids of the pages that hold a row's blocks."""
         return self.pages.of_blocks(self.table.held(row))
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
@@ -157,7 +158,7 @@ class BlockTables:
         return True
 
     def unregistered(self, sequence: Sequence) -> list[int]:
-        """Return the hashes of the prompt blocks that an active sequence will register."""
+        """Return the hashes of the prompt blocks that an active sequence has yet to register, if it may register any."""
         row = sequence.row
         if not self.allocator.enable_prefix_caching or not self.table.current[row]:
             return []
@@ -213,18 +214,16 @@ class BlockTables:
         return boundary - start if pauses else count
 
     def _boundary(self, sequence: Sequence) -> int:
-        """Return the last block boundary before a prompt's last token, because a later request recomputes that token.
-
-        Return 0 if the model has no recurrent states, or if prefix caching is off.
-        """
+        """Return the position of the last block boundary before a prompt's last token; 0 if no snapshots are kept."""
+        # Exclude the last token, because every later request recomputes at least the last token of its prompt.
         if not self.states.num_slots or not self.allocator.enable_prefix_caching:
             return 0
         return (len(sequence.tokens) - 1) // self.table.block_size * self.table.block_size
 
     def _keep_state(self, row: int) -> int:
-        """Keep a snapshot of a row's recurrent state after its last registered block, if there is room.
+        """Keep a snapshot of a row's recurrent state at the end of its last registered block, if there is room.
 
-        Return this block, or `NO_BLOCK` if the model has no recurrent states or the row is not at the end of such a block.
+        Return this block, or `NO_BLOCK` if the model has no recurrent states or the row is not at that position.
         """
         table = self.table
         count = table.chained.item(row)

@@ -12,7 +12,7 @@ from rollout.engine.scheduling.step import ScheduledStep
 from rollout.state import Status
 
 Chunk = tuple[Sequence, int]
-"""A leader, and the number of prompt positions to compute for it in this step."""
+"""A group's leader (see `Queues`), and the number of prompt positions to compute for it in this step."""
 
 
 def blocks_for(prompt: int, length: int, block_size: int) -> int:
@@ -24,7 +24,7 @@ def blocks_for(prompt: int, length: int, block_size: int) -> int:
 
 
 class StepPlanner:
-    """Plans the steps of one scheduler.
+    """Plans the steps of one scheduler: which sequences decode, prefill or are admitted.
 
     Attributes:
         admitting: the leader that `plan` is admitting, or None. It stays set if admitting the leader raises an exception.

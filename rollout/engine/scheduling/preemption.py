@@ -14,13 +14,13 @@ from rollout.state import Status
 
 
 class Preemption:
-    """Preempts sequences of one scheduler."""
+    """Takes the rows and KV of one scheduler's active sequences, and queues the sequences again."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
 
     def evict(self, sequence: Sequence) -> None:
-        """Drop the KV of an active sequence, requeue the sequence, and count a preemption."""
+        """Drop the KV of an active sequence, requeue it with its siblings, and count a preemption."""
         counters = self._queues.counters
         counters["preemptions"] += 1
         counters["preemption_tokens_recomputed"] += self._checkpoint(sequence)
@@ -108,7 +108,7 @@ class Preemption:
         return lost
 
     def _restart(self, sequence: Sequence) -> None:
-        """Make all tokens of a sequence its prompt, whose KV will be recomputed."""
+        """Make all tokens of a sequence its new prompt, because the KV of all of them must be recomputed."""
         request = sequence.request
         if request.generated_tokens:
             request = sequence.record.checkpoint()

@@ -18,7 +18,7 @@ from rollout.observe.metric_table import ENGINE_STATS
 class Queues:
     """The queues and rows of one engine. Every queue holds group leaders in order of (priority, arrival).
 
-    A *leader* represents the samples in its `siblings` until they are forked, when the prompt has been computed.
+    A *leader* also stands for the other samples of its group, its `siblings`, until they are forked after prefill.
 
     Attributes:
         table: the active sequences as arrays.
@@ -26,10 +26,10 @@ class Queues:
         waiting: the leaders that may be admitted.
         parked: the leaders that cannot run now, because they were accepted under another variant than the current one.
         prefilling, decoding: the leaders that hold KV.
-        by_row: the sequence that owns each row, unforked samples included.
+        by_row: the sequence that owns each row, by row index. Unforked siblings of an active leader own rows, too.
         variant: the current variant, that is, the model's active adapters.
         clock: function that returns the time in seconds.
-        counters: the values of those counters in `ENGINE_STATS` that the scheduler updates.
+        counters: the counters that the scheduler updates, by their names in `ENGINE_STATS`.
     """
 
     def __init__(self, allocator: BlockAllocator, clock: Callable[[], float], max_requests: int) -> None:

@@ -13,7 +13,7 @@ from rollout.state import FinishReason, Status
 
 
 class StepResults:
-    """Applies the results of the steps of one scheduler.
+    """Applies the sampled tokens of each step to the sequences and blocks of one scheduler.
 
     Args:
         track_events: whether to record an event for every token, with the block counts of the pool.
@@ -25,7 +25,10 @@ class StepResults:
         self._pool_counts: dict[str, int] = {}
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Apply the results of a step that began at time `since`. Return the finished sequences, with complete records."""
+        """Apply the results of a step. Return the sequences that finished in it; their records are complete.
+
+        `since` is the time on the scheduler's clock at which the step was planned. Token times of a run are counted from it.
+        """
         queues = self._queues
         queues.allocator.host.unsettled = False
         queues.counters["kv_blocks_copied"] += sum(source >= 0 and target >= 0 for source, target in step.copies)
@@ -182,7 +185,7 @@ class StepResults:
             # Remove the drawn token, which is meaningless and must not reach the record.
             self._queues.table.length[sequence.row] -= 1
             why = "its logits have no finite value; look for NaN or inf in the weights, and for extreme sampling parameters"
-            # Report an invalid request: a constraint that cannot be satisfied is the caller's error.
+            # Report an invalid request if a reason is known: a constraint that no token satisfies is the caller's error.
             kind = "InvalidRequestError" if index in sampled.failed else "RequestFailedError"
             sequence.request.error = (
                 f"{kind}: request {sequence.record.request_id} sample {sequence.record.sample_index}: "

@@ -12,7 +12,7 @@ from rollout.engine.scheduling.sequences import IntArray
 from rollout.engine.scheduling.step import ScheduledStep
 
 LONGEST_S = 0.03
-"""The maximum expected duration of a run, in seconds. Aborts, new requests and stream updates wait for the run to finish."""
+"""The maximum expected duration of a run (several steps in one call), in seconds. Aborts and new requests wait for it."""
 MOST = 64
 """The maximum number of steps in a run, even if steps are very short."""
 MOST_WITH_TEXT = 8
@@ -32,7 +32,7 @@ class StepCost:
         self._seconds = math.inf
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Update the means with one step. An outlier's duration is capped: another process may have delayed the step."""
+        """Add a step of `rows` rows to the means. Cap an outlier's duration, because another process may have delayed it."""
         if _OUTLIER * seconds < self.step(rows):
             # Restart the means: earlier steps were much slower, perhaps because they compiled kernels or captured graphs.
             self._rows, self._seconds = rows, seconds

@@ -30,7 +30,7 @@ from rollout.state import FinishReason, Status
 
 
 class Scheduler(Queues):
-    """Schedules the sequences of one engine.
+    """The scheduler of one engine, which plans each step and applies its results.
 
     Attributes:
         preemption: preempts active sequences.
@@ -60,11 +60,11 @@ class Scheduler(Queues):
         return self.planner.plan(self.version)
 
     def run_ahead(self, step: ScheduledStep) -> ScheduledStep:
-        """Turn a decode step into a run of as many decode steps as may be made in one call (see `run_ahead.run_ahead`)."""
+        """Turn a decode step into a run of as many decode steps as may run in one call (see `run_ahead.run_ahead`)."""
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Apply the results of a step. Return the finished sequences, with complete records."""
+        """Apply the results of a step. Return the sequences that finished in it; their records are complete."""
         if not step.prefills:
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
         return self._results.apply(step, sampled, self._scheduled_at)

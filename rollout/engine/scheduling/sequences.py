@@ -318,7 +318,7 @@ class SequenceTable:
         self.blocks[b] = self.blocks[a]
 
     def remove(self, sequence: Sequence) -> None:
-        """Free the row of a sequence."""
+        """Free the table row of a sequence. The caller must have released its blocks."""
         self._free.append(sequence.row)
         sequence.row = NO_ROW
 
@@ -398,7 +398,7 @@ class SequenceTable:
         return np.concatenate(earlier)[start:stop]
 
     def write_back(self, sequence: Sequence) -> None:
-        """Update the record of an active sequence from its row."""
+        """Copy the tokens and other results of an active sequence from its table row to its record."""
         row, request = sequence.row, sequence.request
         computed, prompt = int(self.computed[row]), int(self.prompt_length[row])
         tokens, logprobs, times = self.generated(row)
