@@ -61,7 +61,7 @@ class LLMControl:
         return self.engine.model
 
     def admit(self, what: str) -> None:
-        """Raise an error if this rank is not primary, or if weights changed without an announced update.
+        """Raise an error if this rank is not primary (takes no requests), or if weights changed without an announced update.
 
         Weights are checked only while no request and no long call runs: otherwise the check would wait for a step
         boundary.
@@ -79,7 +79,7 @@ class LLMControl:
 
     @contextmanager
     def _long_call(self, what: str) -> Iterator[None]:
-        """Mark a call that may occupy the engine for seconds although no request runs."""
+        """Record, for a `with` block, that the call `what` may occupy the engine for seconds although no request runs."""
         self._long_calls.append(what)
         try:
             yield

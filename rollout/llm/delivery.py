@@ -70,7 +70,7 @@ class Delivery:
         return len(self._streams)
 
     def queued(self, group: Group) -> None:
-        """Register a group that was queued in the engine under the request id `group.in_engine`."""
+        """Start delivering results to a group, now that the engine has accepted it as request `group.in_engine`."""
         assert group.in_engine is not None
         self._by_request[group.in_engine] = group
         if isinstance(group.listener, RequestStream) and not group.listener.whole:

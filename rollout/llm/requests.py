@@ -44,7 +44,7 @@ class Service(Protocol):
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """A method (number, tokens, params, listener, **options) that submits a group and delivers to the listener."""
+        """The method `open_group(number, tokens, params, listener, **options)`. It submits a group for the `listener`."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
         """Abort the groups with these numbers, or all groups if None; the result is the number of groups that were open."""

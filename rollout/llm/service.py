@@ -53,7 +53,7 @@ JOIN_POLL_S = 0.05
 
 
 class JobRequests:
-    """The open groups of a connected client. Any thread may call the methods.
+    """A `Service` that submits groups through a coordinator client. Any thread may call the methods.
 
     Args:
         engine: this rank's engine.
@@ -65,7 +65,7 @@ class JobRequests:
         self.engine = engine
         self.loop = loop
         self.readers = Readers(loop.call_soon)
-        # Request number → group, or None until the group is submitted on the event loop.
+        # Map each request number to its group, or to None until the group is submitted on the event loop.
         self._groups: dict[int, OpenGroup | None] = {}
         self._client = client
         self._closed = False
@@ -237,7 +237,7 @@ class EngineService(JobRequests):
             if not self._closed:
                 _log.error("the engine's thread has ended: %s: %s", type(exc).__name__, exc)
             try:
-                # Leave the job: this engine makes no more steps, so the coordinator must reassign its samples.
+                # Leave the job: this engine runs no more steps, so the coordinator must reassign its samples.
                 self.member.worker.stop()
             finally:
                 self._end(exc)

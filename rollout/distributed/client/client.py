@@ -319,7 +319,7 @@ class InferenceClient:
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:
-        """Make a control call; return the sum of the numbers that the engines report, such as evicted blocks."""
+        """Run a control call; return the sum of the numbers that the engines report, such as evicted blocks."""
         limit = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._session.control(signal, argument, limit)
         amount: int = await self._answer(call, limit + ANSWER_MARGIN_S, signal)
@@ -354,8 +354,8 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: wire.Refused) -> None:
-        # Close the connection. The message does not say which frame was rejected, and the call that sent that frame
-        # would wait for its reply forever.
+        # Close the connection, because the message does not say which frame was rejected. Otherwise the call that sent
+        # the frame would wait for its reply forever.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

@@ -184,7 +184,7 @@ Delta = TextDelta
 
 
 class Readers:
-    """The stream readers to wake. A `flush` makes only one thread-safe call per event loop, for all of the loop's readers.
+    """A collector of stream readers to wake. `flush` wakes all readers on an event loop with a single thread-safe call.
 
     Args:
         schedule: a function that is given `flush` and runs it soon. It is called for the first reader to wake since the last
@@ -196,7 +196,7 @@ class Readers:
         self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def wake(self, sleeper: Sleeper) -> None:
-        """Wake a reader now if its event loop runs on this thread, otherwise at the next `flush`."""
+        """Wake the reader (event loop, future): now if the loop runs on this thread, otherwise at the next `flush`."""
         if asyncio._get_running_loop() is sleeper[0]:
             _wake_all([sleeper[1]])
             return

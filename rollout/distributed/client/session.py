@@ -158,7 +158,7 @@ class ClientSession:
         known: Iterable[wire.Stretch] = (),
         min_policy_version: int = 0,
     ) -> OpenGroup:
-        """Submit a group.
+        """Submit a group and return it, still without new tokens.
 
         Args:
             prompt: text, token ids in [0, 2**31), or the processor's result for one prompt with images.

@@ -124,7 +124,7 @@ def _ending(request: DynamicInferenceRequest) -> tuple[str | None, str | int | N
 
 
 class _Decoder:
-    """The incremental detokenisation of one sample: number of tokens and emitted text."""
+    """An incremental detokeniser of one sample."""
 
     def __init__(self, params: SamplingParams, tokenizer: Any | None) -> None:
         self.length = 0
@@ -143,7 +143,7 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the rest of the final `text` after the emitted text, or None if `text` does not begin with the latter."""
+        """Return what follows the emitted text in the final `text`; None if `text` does not begin with the emitted text."""
         if self._text is None:
             return text or ""
         if text is not None:

@@ -52,7 +52,7 @@ PENDING_CONNECTIONS = 4096
 
 
 def router_socket(context: Context, config: CoordinatorConfig, keys: JobKeys | None, ipv6: bool) -> Socket:
-    """Return a configured ROUTER socket that is not bound yet."""
+    """Return a configured ROUTER socket that is not bound yet; with `ipv6`, it can be bound to IPv6 addresses."""
     router: Socket = context.socket(zmq.ROUTER)
     router.router_mandatory = True
     # Let a reconnecting peer take over its identity: it may return before this side notices that the old connection broke.
@@ -93,7 +93,7 @@ def listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
 
 
 def resolved(host: str) -> str:
-    """Resolve a host name to an address, because libzmq binds only to addresses."""
+    """Return the IP address of a host name, because libzmq binds only to addresses. `*` is returned unchanged."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "*":
         return bare
@@ -131,7 +131,7 @@ class DataParallelInferenceCoordinator:
     """
 
     CoordinatorState = state.CoordinatorState
-    """The states of a job."""
+    """The enum of the states that a job can be in."""
 
     def __init__(self, config: CoordinatorConfig, keys: JobKeys | None = None) -> None:
         self._interface = resolved(config.host)
@@ -386,7 +386,7 @@ class DataParallelInferenceCoordinator:
     # --- routing, for inspection --------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> str | None:
-        """Return the name of the rank that would get a request without a cached prefix, or None if no rank has room."""
+        """Return the name of the rank that would get a request without cached blocks, or None if no rank has room."""
         return self.get_best_data_parallel_rank(())
 
     def get_best_data_parallel_rank(self, hashes: Sequence[int]) -> str | None:
@@ -395,7 +395,7 @@ class DataParallelInferenceCoordinator:
         return placements[0].rank if placements else None
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the block hashes of a prompt, as ranks compute them; an empty list if prefix caching is off.
+        """Return the same block hashes of a prompt that ranks compute, or an empty list if prefix caching is off.
 
         Raises:
             InvalidRequestError: the text cannot be tokenised, or no tokenizer is configured.

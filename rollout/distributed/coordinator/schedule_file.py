@@ -23,15 +23,15 @@ from rollout.state import PrefixCachingCoordinatorPolicy
 
 _log = logging.getLogger(__name__)
 COLUMNS = ("request_id", "rank_index", "rank", "num_hashes", "num_matched")
-"""The fields of a record in the file."""
+"""The `ScheduleRecord` fields that the file contains for each routing decision."""
 
 
 class ScheduleFile:
-    """A writer of the schedule file, which replaces an existing file.
+    """A writer of the schedule file. If a file exists at `path`, the writer overwrites it.
 
     Args:
         path: path of the file; if None, nothing is written.
-        policy: the effective routing policy.
+        policy: the routing policy that is in effect (`Dispatcher.policy`).
         data_parallel_size: number of ranks of the job.
 
     Raises:

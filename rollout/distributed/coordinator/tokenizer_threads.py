@@ -32,7 +32,7 @@ with the text of each completion, or None for a completion that cannot be decode
 
 
 class TextCodec:
-    """A tokenizer of the `tokenizers` library, which is loaded at its first use. Thread-safe.
+    """A lazily loaded tokenizer of the `tokenizers` library. Thread-safe.
 
     Args:
         tokenizer: path or content of a `tokenizer.json`. If None, there is no tokenizer, so prompts must be token ids.
@@ -52,7 +52,7 @@ class TextCodec:
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text])
             return array("i", encoding.ids)
-        except BaseException as exc:  # A panic in the Rust library is not an Exception.
+        except BaseException as exc:  # A panic in the Rust library raises no Exception subclass.
             raise InvalidRequestError(f"text of {len(text)} characters: {type(exc).__name__}: {exc}") from exc
 
     def detokenize(self, completions: Sequence[bytes]) -> list[str | None]:
@@ -94,7 +94,7 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
 
 
 class TextWorker:
-    """Two threads that run `TextJob`s, so that short texts do not wait for a long text.
+    """A pool of two threads that run tokenizer jobs. One long text therefore does not delay short texts.
 
     Args:
         codec: the tokenizer.

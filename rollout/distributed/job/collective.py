@@ -18,7 +18,7 @@ from rollout.state import CoordinatorState
 
 
 class CollectiveCalls:
-    """The collective calls of one rank.
+    """The collective calls of one rank, such as `generate`, which every rank must make in the same order.
 
     Args:
         member: this rank's membership in the job.
@@ -35,7 +35,7 @@ class CollectiveCalls:
         self._ended = 0
         """The number of completed calls."""
         self._barrier: Future[None] | None = None
-        """The result of this rank's arrival at the barrier of the current call; None if this rank has not arrived."""
+        """A future that is done when the current call's barrier was passed; None before this rank has arrived there."""
         self._finishing = False
         """Whether this rank has arrived at the barrier at the end of the current `generate`."""
         self._sessions_left = 0
@@ -125,7 +125,7 @@ class CollectiveCalls:
             self._member.client.give_up_barrier(index)
 
     def recover(self, why: Exception) -> None:
-        """Reconnect with `JobMember.recover`. In a new session this rank has to arrive at the barrier again."""
+        """Reconnect after the loss `why`. In a new client session this rank must arrive at the barrier again."""
         before = self._member.sessions_left
         try:
             self._member.recover(why)

@@ -2,7 +2,7 @@
 
     generate() on every rank     submit own groups → step the engine for assigned samples → receive own results
     own results complete         keep stepping for the other ranks until all ranks arrive at the barrier
-    between two generates        make no steps; the worker's threads keep the sessions alive
+    between two generates        run no steps; the worker's threads keep the sessions alive
 
 Every rank records the tokens received for its own groups, so they survive the loss of another rank or of the coordinator. In
 the latter case rank 0 starts another coordinator, and every rank resubmits its open groups. A group's seed is set before the
@@ -114,13 +114,13 @@ class OwnGroup:
 def _all_have_reached(version: int, status: dict[str, Any]) -> bool:
     awaited = status["barrier_waits_for"]
     behind = [rank["name"] for rank in status["ranks"] if rank["policy_version"] < version]
-    # Do not wait for a rank that is at the barrier while the barrier waits for other ranks. It updates its weights only
-    # after its current call, which returns only when all ranks have arrived.
+    # Ignore ranks that already wait at a barrier for other ranks. They cannot update their weights before their current
+    # call returns, and it cannot return before the other ranks have arrived.
     return all(awaited and name not in awaited for name in behind)
 
 
 class DataParallelBackend:
-    """The `Backend` of one of several ranks.
+    """The `Backend` of a `RolloutManager` on one of several ranks.
 
     Args:
         engine: the engine of this rank.
@@ -157,10 +157,10 @@ class DataParallelBackend:
         )  # fmt: skip
         self._calls = CollectiveCalls(self._member, world, self.wake)
         try:
-            # Start as idle, so that samples assigned before this rank's first `generate` can move to a busy rank.
+            # Report this rank as idle, so that samples assigned before its first `generate` can move to a busy rank.
             self._member.start(idle=True)
-            # Wait for all ranks. Assignments do not move to ranks that join later, so a rank that started alone would
-            # compute all samples.
+            # Wait for all ranks. Otherwise a rank that starts alone would compute all samples, because assignments do not
+            # move to ranks that join later.
             self._calls.meet("RolloutManager()", max(START_TIMEOUT_S, self._timeout_s))
         except BaseException:
             self.close()
@@ -212,8 +212,8 @@ class DataParallelBackend:
 
     def _send(self, group: OwnGroup) -> None:
         wanted = tuple(group.missing)
-        # Do nothing if the connection is lost, because `_send_all` sends the group again on the next connection, or if
-        # the group was aborted or returned in the meantime.
+        # Do nothing if the group was aborted or returned in the meantime, or if the connection is lost. In the latter case,
+        # `_send_all` submits the group on the next connection.
         if (client := self._member.connected) is None or group.ended or not wanted:
             return
         try:
@@ -261,7 +261,7 @@ class DataParallelBackend:
         worker.report_active()
         if (why := self._member.lost) is not None:
             self._calls.recover(why)
-            # Return without waiting, so that the caller arrives at the barrier again first.
+            # Return without waiting, because the caller must first arrive at the barrier again in the new session.
             return
         if not self._happened:
             self._engine.lifecycle.refuse_when_stopped()
@@ -270,7 +270,7 @@ class DataParallelBackend:
             self._calls.refuse_if_ranks_are_missing()
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one engine step; return the finished samples of this rank's groups, computed by any rank."""
+        """Run at most one engine step; return the finished samples of this rank's groups, whichever rank computed them."""
         self._happened = False
         self._member.worker.step()
         return self.take_ended()
@@ -302,7 +302,7 @@ class DataParallelBackend:
             client.abort_request(group.open.request_id)
 
     def report_idle(self) -> None:
-        """Report that this rank is idle: it makes no steps until the next `wait`."""
+        """Report that this rank is idle, which means that it runs no steps until the next `wait`."""
         self._calls.give_up()
         self._member.worker.report_idle()
 
@@ -346,7 +346,7 @@ class DataParallelBackend:
         return [(group_id, 0 if first is None else version - first) for group_id, first in oldest.items()]
 
     def _earlier_tokens_are_known(self, version: int) -> bool:
-        """Return whether this rank has received all tokens of versions before `version`, without waiting.
+        """Return, without waiting, whether this rank has received all tokens of policy versions before `version`.
 
         If False, a status request is pending or some rank has an older version, and the caller must retry later."""
         if self._all_known_before == version:

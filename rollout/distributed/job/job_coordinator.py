@@ -58,8 +58,8 @@ class JobCoordinator:
                 ranks then raise a `ConfigError`.
         """
         key = self._key(self._incarnation + 1)
-        # If the first coordinator cannot be launched or found, publish the error, so that waiting ranks fail soon and not
-        # only at their deadline. Do not publish later errors, because this rank may try again.
+        # If the first coordinator cannot be launched or found, publish the error. Ranks that wait for this rank then fail
+        # within seconds instead of at their deadline. Do not publish later errors, because this rank may try again.
         with nullcontext() if self._incarnation >= 0 else self._world.joining():
             if self._world.rank == 0:
                 self._launch()

@@ -22,12 +22,12 @@ Judge = Callable[[list[bytes]], str | None]
 
 
 def agree(values: list[bytes]) -> str | None:
-    """Accept any values of the ranks. This is the default judge."""
+    """Accept any `values`: return None, which starts the operation. This is the default `judge` of `Meeting.meet`."""
     return None
 
 
 class Meeting:
-    """A series of agreements among the same ranks, one after the other.
+    """A sequence of agreements among the same ranks, each on whether to start one operation.
 
     Args:
         world: the ranks.
@@ -42,16 +42,16 @@ class Meeting:
         self._number = 0
 
     def meet(self, timeout_s: float, value: bytes = b"here", judge: Judge = agree) -> bytes:
-        """Wait for the other ranks; return `GO` or the reason for a refusal.
+        """Wait for the other ranks; return the decision: `GO` to start the operation, or the reason not to start it.
 
-        The last rank to arrive makes the decision with `judge`. A rank that has waited `timeout_s`, or has a Ctrl-C pending,
-        makes the decision to refuse.
+        The last rank to arrive calls `judge` and publishes the decision. If there is no decision yet, a rank that has waited
+        `timeout_s` or has a Ctrl-C pending decides not to start.
 
         Args:
             timeout_s: seconds to wait for the other ranks.
             value: this rank's value, which is passed to `judge`.
-            judge: a function that takes the values of all ranks, in rank order, and returns the reason for a refusal or
-                None. It must be the same on all ranks.
+            judge: a function that is called with the values of all ranks, in rank order. It returns None to start, or the
+                reason not to start. It must be the same on all ranks.
         """
         world = self.world
         while world.is_published(self._decision):
@@ -117,7 +117,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep weights that are gathered inside the block until the end of the outermost `held` block."""
+        """Keep weights that are gathered inside this `with` block until the outermost `held` block ends."""
         self._holders += 1
         try:
             yield
@@ -143,7 +143,7 @@ class Gathering:
                 self._engine.guard.gather()
 
     def _meet(self, meeting: Meeting, timeout_s: float) -> bool:
-        """Agree with the other ranks to gather. Return False if Ctrl-C interrupted the wait."""
+        """Return True if all ranks agree to gather, False if Ctrl-C interrupted the wait; else raise `DeadlineError`."""
         decision = meeting.meet(timeout_s)
         if decision == GO:
             return True

@@ -40,7 +40,7 @@ class JobMember:
         worker_options: keyword arguments for `EngineWorker`.
 
     Attributes:
-        worker: the worker, which makes the engine's steps.
+        worker: the worker, which runs the engine's steps.
         sessions_left: the number of client sessions that have ended.
     """
 

@@ -95,7 +95,7 @@ class World:
             return False
 
     def settle(self, key: str, value: bytes) -> None:
-        """Publish a value unless the key already has a value. If several ranks call this, exactly one succeeds."""
+        """Publish a value unless the key already has one. If several ranks call this, only the first value is stored."""
         self.store.compare_set(f"{self.prefix}/{key}", "", value.decode())
 
     def wait_until(self, key: str, timeout_s: float) -> bool:
@@ -124,7 +124,7 @@ class World:
             self.publish(_CALLS_ENDED, str(count).encode())
 
     def calls_ended(self) -> int:
-        """Return the number of completed collective calls that any rank published last; 0 if there is no such number."""
+        """Return the latest number of completed collective calls that any rank has published, or 0 if there is none."""
         return int(self.store.get(f"{self.prefix}/{_CALLS_ENDED}")) if self.is_published(_CALLS_ENDED) else 0
 
     @contextmanager

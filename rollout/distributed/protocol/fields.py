@@ -1,4 +1,4 @@
-"""The base class of messages, and the types of message fields: annotations with a rule that decoding checks.
+"""The base class of messages, and the types of message fields: annotations with rules that are checked on decoding.
 
 Checks use `type()` and not `isinstance()`, because True must not pass as an integer.
 """

@@ -1,4 +1,4 @@
-"""The messages between clients, the coordinator and ranks: one dataclass per header, each field with its check.
+"""The messages between clients, the coordinator and ranks: one dataclass per header, with validated fields.
 
 A frame is msgpack [header, sequence, field, field, …], with the fields in the order of the dataclass. A ZMQ message contains
 one or more frames.
@@ -79,7 +79,7 @@ class Assign(Message):
     prompt: wire.Tokens
     """The prompt's token ids."""
     params: wire.Blob
-    """The sampling parameters, as in `Submit`."""
+    """The sampling parameters, encoded as in `Submit`."""
     seed: wire.Count
     """The seed of the random streams."""
     priority: wire.Priority
@@ -90,7 +90,7 @@ class Assign(Message):
     known: Stretches
     """The samples' tokens computed so far by other ranks or in another session. Generation continues after them."""
     images: wire.Blob = b""
-    """The tensors of the prompt's images, as in `Submit`."""
+    """The tensors of the prompt's images, encoded as in `Submit`."""
 
 
 @message(23, "rank → coordinator")
@@ -115,7 +115,7 @@ class Progress(Message):
 
 @message(24, "coordinator → client")
 class Update(Message):
-    """The new tokens and finished samples of a client's requests."""
+    """A report to a client of new tokens and finished samples of its requests."""
 
     stretches: Stretches
 
@@ -268,7 +268,7 @@ class Control(Message):
 
 @message(41, "coordinator → rank")
 class Command(Message):
-    """A control call, as the coordinator sends it to each engine."""
+    """A control call that the coordinator forwards to each engine. The reply is `CommandAck`."""
 
     command_id: wire.Count
     signal: wire.Signal
@@ -316,7 +316,7 @@ class EngineMoved(Message):
 
 @message(45, "client → coordinator")
 class Barrier(Message):
-    """The arrival of a member at barrier `index`."""
+    """The arrival of a member (the client of a rank's training loop) at barrier `index`. The reply is `BarrierDone`."""
 
     index: wire.Count
     what: wire.Name = ""
@@ -327,7 +327,7 @@ class Barrier(Message):
 
 @message(46, "coordinator → client")
 class BarrierDone(Message):
-    """The reply that barrier `index` was passed: every member has arrived at it or at a later barrier."""
+    """The reply to `Barrier`, sent once every member has arrived at barrier `index` or at a later barrier."""
 
     index: wire.Count
     differences: wire.Text = ""
@@ -336,21 +336,21 @@ class BarrierDone(Message):
 
 @message(47, "client → coordinator")
 class StatusQuery(Message):
-    """A request for a `Status`."""
+    """A request for a snapshot of the job. The reply is `Status`."""
 
     call_id: wire.Count
 
 
 @message(48, "coordinator → client")
 class Status(Message):
-    """A snapshot of the job, as `CoordinatorCore.status` returns it."""
+    """The reply to a `StatusQuery`, with a snapshot of the job in the form that `CoordinatorCore.status` returns."""
 
     call_id: wire.Count
     table: wire.Table
 
 
 def session_end(message: Message) -> ConnectionLostError | None:
-    """Return the error with which a message ends the session, or None if the session continues after the message."""
+    """Return the error to report if a message ends the session, or None if the session continues after the message."""
     if isinstance(message, Refused) and message.over:
         text = f"the coordinator has ended the session ({message.code}): {message.text}"
         return ConnectionLostError(text, final=message.code not in TRY_AGAIN)

@@ -75,7 +75,7 @@ class Outcome:
 
 
 def outcome(record: DynamicInferenceRequestRecord) -> Outcome:
-    """Return the outcome of a finished record."""
+    """Return the outcome of a sample from the request record of the finished sample."""
     first, last = record[0], record[-1]
     return Outcome(
         last.finish_reason or FinishReason.ERROR,

@@ -39,7 +39,7 @@ class Stretch:
     request_id: Count
     """The request id that the coordinator chose; in messages to clients, the id that the client chose."""
     attempt: Count
-    """The id of the assignment that computed the tokens; 0 in messages to clients."""
+    """The `Assign.attempt` of the assignment for which a rank computed the tokens; 0 in messages to clients."""
     indices: Counts
     """The indices of the samples within the group."""
     starts: Counts
@@ -51,7 +51,7 @@ class Stretch:
     log_probs: LogProbs
     """The log-probs of the tokens in `token_ids`, as float32."""
     versions: Versions
-    """One list per sample: the prompt's policy version, then version and count of each run of tokens of one version."""
+    """One list per sample: the prompt's policy version, then version and length of each run of tokens of one version."""
     columns: Columns = field(default_factory=dict)
     """The optional `SampleDelta` fields that at least one sample has: name → list with a value or None per sample."""
 
@@ -124,7 +124,7 @@ class Stretch:
                 join.put(name, values[column])
 
     def deltas(self, samples: Collection[int] | None = None) -> list[SampleDelta]:
-        """Return the deltas of these samples (None: all samples), in the order of `indices`."""
+        """Return the deltas of these samples, or of all samples by default, in the order of `indices`."""
         made, high = [], 0
         for column, index in enumerate(self.indices):
             low, high = high, high + TOKEN_BYTES * self.counts[column]
@@ -207,7 +207,7 @@ class PartialGroup:
         self._next_look = ENTRIES_TOGETHER
 
     def take(self, stretch: Stretch) -> None:
-        """Add a stretch.
+        """Add the tokens of a stretch.
 
         Raises:
             LostFramesError: tokens before the stretch are missing. Nothing was added.
@@ -238,7 +238,7 @@ class PartialGroup:
             self._next_look = ENTRIES_TOGETHER
 
     def forget(self, samples: Collection[int]) -> None:
-        """Drop the tokens of samples that will not be read again."""
+        """Drop the tokens of these samples, because they are not needed again."""
         for index in samples:
             del self.lengths[index]
             self._joined.pop(index, None)
@@ -265,10 +265,10 @@ class PartialGroup:
 
 
 def oldest_version(deltas: Iterable[SampleDelta]) -> int | None:
-    """Return the lowest policy version of any token, or None if there are no tokens."""
+    """Return the lowest policy version of any token in `deltas`, or None if they contain no tokens."""
     return min((oldest for delta in deltas if (oldest := delta.versions.oldest()) is not None), default=None)
 
 
 def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
-    """Return all tokens so far of an unfinished record, for the rank that continues the sample."""
+    """Return all tokens so far of an unfinished sample's record, for the rank that continues the sample."""
     return Stretch.of(0, 0, [growth(record, 0, 0)])

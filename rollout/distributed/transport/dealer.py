@@ -72,7 +72,7 @@ class Dealer:
         self._timer: asyncio.TimerHandle | None = None
         self._interval_s = self._timeout_s = float("inf")
         self._said = self._heard = 0.0
-        # Close the connections in forked children: a fork without exec keeps libzmq's sockets, which are close-on-exec.
+        # Close the connections in forked children. libzmq's sockets close on exec, but a child without exec keeps them open.
         forks.in_child(self, lambda dealer: forks.close_connections(dealer.address))
 
     @property
@@ -105,8 +105,8 @@ class Dealer:
 
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(zmq.IDENTITY, self._name.encode()[:MAX_IDENTITY_BYTES] + b"-" + os.urandom(8))
-        # Enable IPv6 only for a literal IPv6 address. Otherwise ZMQ would connect over IPv6 only to a host name that has
-        # both kinds of address.
+        # Enable IPv6 only for a literal IPv6 address. If it were enabled for a host name that has both kinds of address,
+        # ZMQ would never try the IPv4 address.
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         socket.setsockopt(zmq.RCVHWM, 0)
         # Limit the linger time. If a socket is dropped without close(), the garbage collector would otherwise block
@@ -173,7 +173,7 @@ class Dealer:
     def _settle(self) -> bool:
         """Send and receive until neither is possible, and return True; return False after `TURNS_AT_ONCE` messages.
 
-        Each send or receive may consume the descriptor's edge, so EVENTS is read again after each.
+        EVENTS is read again after each message, because a send or receive may consume the descriptor's pending event.
         """
         for _ in range(TURNS_AT_ONCE):
             if self._socket is None:
@@ -189,7 +189,7 @@ class Dealer:
         return False
 
     def _write(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send some queued frames. Return False, and keep the frames, if the connection broke after EVENTS was read."""
+        """Send queued frames in one ZMQ message; return True. If ZMQ rejects it, keep the frames and return False."""
         together: list[bytes] = []
         size = 0
         while self._unsent and len(together) < FRAMES_TOGETHER and size < BYTES_TOGETHER:

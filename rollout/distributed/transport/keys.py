@@ -28,7 +28,7 @@ ZAP_DOMAIN = b"rollout"
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """The CURVE keys of one job, each as 40 z85 characters in bytes.
+    """The CURVE keys of one job. Each key is a `bytes` object of 40 characters in Z85 encoding.
 
     Raises:
         ConfigError: a key is malformed, or a public key does not match its secret key.
@@ -76,7 +76,7 @@ class JobKeys:
             raise SerializationError(str(exc)) from exc
 
     def secure_server(self, socket: Socket) -> None:
-        """Configure a socket as CURVE server before it binds. A `Gatekeeper` in the socket's context must admit peers."""
+        """Configure a socket as CURVE server before it binds. A `Gatekeeper` in its ZMQ context must admit peers."""
         if self.server_secret is None:
             raise ConfigError(
                 "JobKeys.server_secret=None: a server needs it; give the coordinator the keys as they were "

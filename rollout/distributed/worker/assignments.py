@@ -57,7 +57,7 @@ class Assignments:
             table.clear()
 
     def open(self, message: Assign, number: int, wanted: list[int], known: dict[int, Known]) -> None:
-        """Register samples of an assignment.
+        """Register the samples of an assignment that this rank will compute.
 
         Args:
             message: the assignment.
@@ -84,7 +84,7 @@ class Assignments:
             del self.of_number[assignment.number]
 
     def due(self, steps: int) -> dict[Key, Known]:
-        """Count `steps` further steps. Return the samples whose interval has passed, with the parts sent so far."""
+        """Count `steps` further steps. Return the samples whose interval has passed: key → the part already sent."""
         due: dict[Key, Known] = {}
         for interval, pace in self._paces.items():
             pace.steps += steps
@@ -94,7 +94,7 @@ class Assignments:
         return due
 
     def all_due(self) -> dict[Key, Known]:
-        """Return all samples with the parts sent so far, and restart all reporting intervals."""
+        """Return all samples (key → the part already sent), and restart their reporting intervals."""
         due: dict[Key, Known] = {}
         for pace in self._paces.values():
             due |= pace.known
@@ -104,7 +104,7 @@ class Assignments:
     def last_deltas(
         self, ended: Iterable[DynamicInferenceRequestRecord], due: dict[Key, Known]
     ) -> dict[int, list[SampleDelta]]:
-        """Return the last deltas of finished samples, by engine request id, and remove these samples from `due`.
+        """Return the last deltas (new tokens) of finished samples by engine request id, and remove the samples from `due`.
 
         Records of requests that the coordinator has not assigned are ignored.
         """
@@ -121,7 +121,7 @@ class Assignments:
         return grown
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
-        """Return new tokens of an assignment as a stretch. Count the tokens as sent, and remove finished samples.
+        """Return the deltas of an assignment's samples as a stretch. Count their tokens as sent; remove finished samples.
 
         Args:
             number: engine request id of the assignment.

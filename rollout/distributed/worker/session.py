@@ -5,8 +5,8 @@ The caller must hold the engine at a step boundary (`DynamicInferenceEngine.lock
 - Every assigned sample is closed exactly once: it is reported as finished, cancelled, declined, or dropped with the session.
 - A sample's tokens are sent in order and only once. The last tokens are sent together with the sample's outcome.
 - The engine's state and policy version are sent (`EngineMoved`, `CommandAck`) before any token computed under them.
-- The coordinator pauses or suspends the engine through the hold `COORDINATOR`. After the session has ended, the hold remains
-  until the next session replaces it.
+- The coordinator pauses or suspends the engine through the hold `COORDINATOR`; the engine stays paused while it has a hold.
+  After the session has ended, this hold remains until the next session replaces it.
 - Each assignment has its own engine request id, so results of an older attempt are never mistaken for those of a newer
   attempt.
 """
@@ -127,7 +127,7 @@ class RankSession:
         self._send(wire.Decline(message.request_id, message.attempt, type(exc).__name__, text))
 
     def _supersede(self, message: wire.Assign) -> list[int]:
-        """Drop this rank's older attempts at the samples of an assignment.
+        """Drop this rank's older assignments of the samples in a new assignment.
 
         Returns:
             The indices of the samples to compute; samples that already have this or a newer attempt are left out.
@@ -257,13 +257,13 @@ class RankSession:
         self.moved()
         ended = act()
         self._note_state()
-        # Report all tokens known so far: reports normally follow steps, and there may be no step for a while.
+        # Report all unsent tokens now: reports normally follow steps, but after this call there may be no step for a while.
         self._report([*ended, *self.take_ended()], self._assignments.all_due())
 
     # --- reports on the engine --------------------------------------------------------------------------------------
 
     def take_ended(self) -> Records:
-        """Return the records of assigned samples that finished between two steps and that no step has returned."""
+        """Return the records of this rank's assigned samples that finished between two steps, so no step returned them."""
         return self._engine.take_ended(lambda key: key[0] in self._assignments.of_number)
 
     def report(
@@ -289,12 +289,12 @@ class RankSession:
             self._send_state()
 
     def report_idle(self) -> None:
-        """Send all known tokens and report that this rank is idle, so that its waiting samples may be reassigned."""
+        """Send all unsent tokens and report that this rank is idle, so that its waiting samples may be reassigned."""
         self.report([], everything=True)
         self._send(wire.Progress([], b"", b"", False, *self._load()))
 
     def lost(self) -> None:
-        """End the session: abort all assigned samples and send nothing more."""
+        """End the session: abort all samples that the coordinator assigned to this rank, and send nothing more."""
         for number in self._assignments.of_number:
             self._discard(number)
         self._assignments.clear()

@@ -1,4 +1,4 @@
-"""The worker of one rank: connects an engine to a coordinator, makes the engine's steps, and reports results.
+"""The worker of one rank: connects an engine to a coordinator, runs the engine's steps, and reports results.
 
     loop thread     does the socket I/O; heartbeats continue while the engine steps or suspends
     apply thread    applies received messages at the next step boundary, even while the training loop is busy
@@ -44,9 +44,9 @@ RETRY_S = 0.5
 
 
 class EngineWorker:
-    """The worker of one rank. It connects an engine to a coordinator and makes the engine's steps.
+    """The worker of one rank. It connects an engine to a coordinator and runs the engine's steps.
 
-    It makes no step while the engine is held (`Holds.forbid_steps`).
+    It runs no steps while another component keeps the engine paused or suspended (`Holds.forbid_steps`).
 
     Args:
         engine: this rank's engine, which computes the samples that the coordinator assigns.
@@ -128,7 +128,7 @@ class EngineWorker:
             raise
 
     def stop(self) -> None:
-        """Disconnect, and release the coordinator's hold on the engine. Idempotent.
+        """Disconnect, and release the hold through which the coordinator pauses or suspends the engine. Idempotent.
 
         The coordinator then assigns the samples that this rank has not finished to other ranks.
 
@@ -150,7 +150,7 @@ class EngineWorker:
         if self._owns_loop:
             self._its_loop().close()
         with self.engine.locked():
-            # Release the coordinator's hold on the engine, which no coordinator can release any more.
+            # Release the coordinator's hold on the engine, because no coordinator can release it any more.
             if COORDINATOR in self.engine.holds and self.engine.state is not EngineState.STOPPED:
                 self.engine.holds.release(COORDINATOR)
 
@@ -296,7 +296,7 @@ class EngineWorker:
                 self._on_lost(lost)
 
     def _apply(self) -> Exception | None:
-        """Apply the messages in the inbox. Return the reason if the session was lost, otherwise None."""
+        """Apply the received messages. Return the error if the session was lost in doing so, otherwise None."""
         link = self._link
         if link.error is not None:
             return None
@@ -318,7 +318,7 @@ class EngineWorker:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Make one engine step and report its results. Return False if there is no work or the engine must not step.
+        """Run one engine step and report its results. Return False if there was no work or steps are forbidden.
 
         Raises:
             EngineDeadError: the engine has died. The session was ended, and the coordinator reassigns the samples.
@@ -330,10 +330,10 @@ class EngineWorker:
             return True
 
     def steps(self) -> bool:
-        """Make engine steps until there is no work, another thread waits for the engine, or Ctrl-C is pending.
+        """Run engine steps until there is no work, another thread waits for the engine, or Ctrl-C is pending.
 
-        The engine checks whether the model was changed only before the first of these steps. For the return value and
-        errors see `step`.
+        Before the first of these steps, the engine checks whether the model was changed; it does not repeat this check
+        before later steps. For the return value and errors see `step`.
         """
         with self.engine.locked():
             if not self._has_work():
@@ -364,7 +364,7 @@ class EngineWorker:
             raise
 
     def report_active(self) -> None:
-        """Report that this rank is active until the next `report_idle`."""
+        """Report to the coordinator that this rank runs steps again, until the next `report_idle`."""
         if self._idle:
             with self.engine.locked():
                 self._idle = False
@@ -372,7 +372,7 @@ class EngineWorker:
                     self._link.session.moved()
 
     def report_idle(self) -> None:
-        """Send all tokens known so far, and report that this rank is idle. Its waiting samples may then be reassigned."""
+        """Send all unsent tokens, and report that this rank is idle. Its waiting samples may then be reassigned."""
         with self.engine.locked():
             self._idle = True
             if self._link.live:
@@ -383,7 +383,7 @@ class EngineWorker:
         return not engine.holds.forbid_steps and engine.state is EngineState.RUNNING and engine.has_unfinished
 
     def run(self) -> None:
-        """Make steps, and reconnect if necessary, until another thread calls `stop` or the engine stops.
+        """Run steps, and reconnect if necessary, until another thread calls `stop` or the engine stops.
 
         Raises:
             ConnectionLostError: no coordinator was found in `reconnect_timeout_s`, or another process has this rank's name.

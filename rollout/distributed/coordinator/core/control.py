@@ -104,7 +104,7 @@ class ControlPlane:
         return None
 
     def acknowledged(self, rank: RankPeer, message: CommandAck) -> None:
-        """Handle one engine's acknowledgement of a call."""
+        """Handle the reply of one rank's engine to a control call."""
         call = self._calls.get(message.command_id)
         if call is None or call.awaited.pop(rank.identity, None) is None:
             return
@@ -158,7 +158,7 @@ def _failed(call: Call) -> str:
 class Barriers:
     """The numbered barriers of the members. A member is the client of one rank's training loop.
 
-    A member whose session was lost may reconnect during a grace period, in which barriers still wait for it.
+    A member whose session was lost may reconnect during a grace period. During this period barriers wait for the member.
 
     Args:
         peers: the connected clients and ranks.

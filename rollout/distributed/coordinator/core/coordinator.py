@@ -160,7 +160,7 @@ class CoordinatorCore:
         self._go_on()
 
     def unreachable(self, identity: bytes, why: str, now: float) -> None:
-        """Handle the loss of a peer's connection."""
+        """Handle the loss of a peer's connection, with `why` as the reason in error messages."""
         self._now = now
         peer = self.peers.get(identity)
         if peer is not None:
@@ -181,7 +181,7 @@ class CoordinatorCore:
         self._go_on()
 
     def next_deadline(self) -> float:
-        """Return the time at which `tick` is due."""
+        """Return the time at which `tick` must be called next, in monotonic seconds."""
         return min(self.sessions.next_beat(), self.control.next_deadline(), self.requests.next_deadline())
 
     def tokenized(self, job_id: int, tokens: Sequence[int] | Exception, now: float) -> None:
@@ -205,7 +205,7 @@ class CoordinatorCore:
     # --- messages to send -------------------------------------------------------------------------------------------
 
     def take_outbox(self) -> list[tuple[bytes, int, wire.Message]]:
-        """Return the messages to send since the last call, in order, as (peer identity, sequence number, message)."""
+        """Return the messages queued since the last call, in order, as (peer identity, sequence number, message)."""
         return self.peers.take_outbox(self._now)
 
     def take_text_jobs(self) -> list[TextJob]:
@@ -213,7 +213,7 @@ class CoordinatorCore:
         return self.requests.take_text_jobs()
 
     def take_decisions(self) -> list[ScheduleRecord]:
-        """Return the routing decisions since the last call."""
+        """Return the routing decisions made since the last call."""
         taken, self.dispatcher.decisions = self.dispatcher.decisions, []
         return taken
 

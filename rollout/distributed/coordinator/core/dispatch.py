@@ -52,7 +52,7 @@ class ScheduleRecord(NamedTuple):
 
 
 class Dispatcher:
-    """The queue of requests, and the assignment of their samples to ranks."""
+    """A queue of requests that also assigns their samples to ranks."""
 
     def __init__(self, config: CoordinatorConfig, peers: Peers) -> None:
         policy = config.prefix_caching_coordinator_policy
@@ -94,7 +94,7 @@ class Dispatcher:
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     def add_rank(self, rank: RankPeer, hashes: bytes) -> None:
-        """Add a registered rank with the hashes (int64) of its cached blocks. It receives work once it is `ready`."""
+        """Add a rank, which receives work once it is `ready`. `hashes` holds its cached blocks' hashes as int64 values."""
         self.router.add_rank(rank.name, rank.max_requests)
         self.router.reported(rank.name, _unpacked(hashes), (), False)
         self._look_at_ranks()
@@ -109,8 +109,8 @@ class Dispatcher:
     def rank_moved(self, rank: RankPeer) -> None:
         """Handle a rank that became ready or reached another policy version.
 
-        Send the held assignments for which the rank's version is now high enough, and requeue requests that waited for a
-        version."""
+        Send the rank's held assignments for which its version is now high enough. Requeue the requests that waited for a
+        rank with a suitable version."""
         for assignment in list(rank.assignments.values()):
             new_enough = rank.policy_version >= assignment.request.newest_version
             if assignment.held and new_enough and rank.state is not EngineState.STOPPED:
@@ -134,7 +134,7 @@ class Dispatcher:
         """Remove a lost rank, and put its samples back at their old places in the queue.
 
         Returns:
-            The requests that were sent to the rank; held assignments were not sent.
+            The requests of the assignments that were sent to the rank. Held assignments were never sent.
         """
         self.router.remove_rank(rank.name)
         self._away = [each for each in self._away if each is not rank]
@@ -155,9 +155,9 @@ class Dispatcher:
         return list(told.values())
 
     def look_for_away(self, now: float) -> None:
-        """Declare ranks away that have been idle or behind for longer than the grace period while other ranks compute.
+        """Declare ranks away that were idle or had older weights for longer than the grace period while others computed.
 
-        Assignments that are held for these ranks, and all assignments of the idle ranks, move to ranks with room.
+        Held assignments of these ranks, and all assignments of the idle ranks among them, move to ranks with room.
         """
         ranks = self._peers.ranks.values()
         computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]
@@ -221,7 +221,7 @@ class Dispatcher:
                 break
 
     def _placements(self, request: OpenRequest, samples: int) -> list[Placement]:
-        """Return placements for this many samples of a request, or an empty list if no suitable rank has room."""
+        """Return the ranks for `samples` samples of a request, as placements; empty if no suitable rank has room."""
         version = request.newest_version
         useless = {rank.name for rank in self._away if rank.resting or rank.policy_version < version}
         exclude = self._unready.union(useless, self._ahead_of(request))
@@ -246,7 +246,7 @@ class Dispatcher:
             del samples[: placement.samples]
 
     def ended(self, assignment: Assignment, samples: list[int]) -> None:
-        """Remove finished samples from an assignment."""
+        """Remove finished samples, given by index, from an assignment."""
         assignment.samples.difference_update(samples)
         self.router.ended(assignment.rank.name, len(samples))
         if not assignment.samples:

@@ -1,7 +1,7 @@
 """The registry of connected clients and ranks, with the messages to send to each. No I/O, no clock.
 
-Messages to a peer are sent in order and numbered without a gap. All stretches for one client in one turn of the
-coordinator's loop are batched into one `Update`.
+Messages to a peer are sent in order and numbered without a gap. All stretches (batches of new tokens) for one client
+in one turn of the coordinator's loop are sent in one `Update`, or in several if one would be too long.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Peers:
         self._with_stretches.pop(peer.identity, None)
 
     def say(self, peer: Peer, message: Message) -> None:
-        """Queue a message for a peer, after the stretches that are batched for the peer."""
+        """Queue a message for a peer. Stretches that wait for the peer's next `Update` are sent before it."""
         if peer.identity in self._with_stretches:
             self._flush(self._with_stretches.pop(peer.identity))
         self._put(peer, message)

@@ -38,7 +38,7 @@ SAMPLE_BYTES = 128
 
 
 def cost(message: Submit) -> int:
-    """Return the number of bytes to charge for a new request. The tokens of a text prompt are charged after tokenisation."""
+    """Return the bytes to charge to the client for a new request. A text prompt's tokens are charged after tokenisation."""
     known = sum(row.buffer_bytes + SAMPLE_BYTES * len(row.indices) for row in message.known)
     prompt = sys.getsizeof(message.prompt) + len(message.images) + len(message.keyed)
     return REQUEST_BYTES + prompt + len(message.params) + SAMPLE_BYTES * message.n + known
@@ -71,7 +71,7 @@ class RequestTable:
     # --- submission -------------------------------------------------------------------------------------------------
 
     def submit(self, client: ClientPeer, message: Submit, now: float, *, stopping: bool) -> None:
-        """Queue a request, or reject it with a reason."""
+        """Queue a request, or reject it with a reason. If the job is `stopping`, every request is rejected."""
         if message.request_id <= client.last_request_id:
             text = (
                 f"request id {message.request_id}: must be above {client.last_request_id}, the last one of this client"
@@ -230,7 +230,7 @@ class RequestTable:
     # --- completion, failure and deadlines --------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """Return the time at which `expire` is due, or infinity if no request has a deadline."""
+        """Return the time at which `expire` must be called next; infinity if no request has a deadline."""
         return self._due
 
     def expire(self, now: float) -> None:

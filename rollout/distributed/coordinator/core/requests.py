@@ -17,7 +17,7 @@ from rollout.errors import SerializationError
 from rollout.state import EngineState
 
 MAX_SAMPLES = 1 << 13
-"""The maximum number of samples in a group. Handling so many with known tokens takes some tens of milliseconds."""
+"""The maximum number of samples in a group. Handling a group of this size takes some tens of milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
 """The maximum size, in bytes, of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
@@ -57,7 +57,7 @@ class ClientPeer(Peer):
     requests: dict[int, OpenRequest] = field(default_factory=dict)
     """The client's open requests, indexed by the client's request id."""
     stretches: list[Stretch] = field(default_factory=list)
-    """The stretches to send in the client's next `Update`."""
+    """The stretches (batches of new tokens) to send in the client's next `Update`."""
     stretch_bytes: int = 0
     """The approximate size of `stretches`, in bytes."""
 
@@ -110,7 +110,7 @@ class Assignment:
     samples: set[int]
     """The indices of the samples that have not finished."""
     claim: Claim
-    """The router's record of the hashes that the rank is expected to cache."""
+    """The router's record of the block hashes that the rank is expected to cache because of this assignment."""
     held: bool = False
     """Whether the assignment has not been sent yet, because the rank's weights are too old."""
 
@@ -170,7 +170,7 @@ class OpenRequest:
     def absorb(self, stretch: Stretch) -> list[int]:
         """Add a stretch of new tokens; return the indices of the samples that finish with the stretch.
 
-        The tokens of finished samples stay until `tokens.forget`.
+        The tokens of finished samples are stored until `tokens.forget` is called.
 
         Raises:
             SerializationError: a sample is not open, or the new tokens do not continue the sample's known tokens.

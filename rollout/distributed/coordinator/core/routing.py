@@ -23,13 +23,13 @@ from typing import NamedTuple
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 LOOKAHEAD_SHARE = 8
-"""The number of slots per sample that a rank may be assigned beyond its slots. At least one such sample is allowed."""
+"""The number of slots that allow a rank one assigned sample beyond its slots. Every rank is allowed at least one."""
 MAX_HASHES_PER_RANK = 1 << 18
 """The maximum number of listed block hashes per rank; the least recently used hashes are dropped."""
 
 Claim = tuple[dict[int, int], Sequence[int]]
-"""The claim of one assignment: the rank's dict of counters of expected hashes, and the hashes that the assignment counts in
-it. A version change gives the rank a new dict, which claims from before do not affect."""
+"""The expected hashes of one assignment: the rank's dict of counters, and the hashes that the assignment has counted there.
+A version change gives the rank a new dict of counters. Releasing an older claim then changes only the old dict."""
 
 
 class Placement(NamedTuple):
@@ -60,7 +60,7 @@ class _Rank:
     """The listed hashes, the least recently used first."""
 
     def free(self, more: int = 0) -> float:
-        """Return the free share of slots after `more` further samples; negative if samples exceed slots."""
+        """Return the share of slots that is free after `more` further samples; negative for more samples than slots."""
         return (self.max_requests - self.load - more) / self.max_requests
 
     def has_room(self, samples: int) -> bool:
@@ -77,7 +77,7 @@ class _Rank:
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
         """Mark those `hashes` that are listed as recently used. With a `limit`, also list the rest, and drop the least
         recently used hashes beyond the limit."""
-        # Refresh from the last block to the first, so that the last block is evicted first and the others still match.
+        # Refresh from the last block to the first: the last block is then evicted first, and a shorter prefix still matches.
         for each in reversed(tuple(hashes)):
             if limit is not None:
                 self.listed[each] = None
@@ -88,7 +88,7 @@ class _Rank:
 
 
 class Router:
-    """The router, which chooses ranks for the samples of a group.
+    """A router that chooses ranks for the samples of a group.
 
     Args:
         policy: LONGEST_PREFIX scores all blocks of the prompt, FIRST_PREFIX_BLOCK only the first block. If there are no
@@ -147,7 +147,7 @@ class Router:
         self.complete = self.complete or len(self._ranks) >= self._data_parallel_size
 
     def remove_rank(self, name: str) -> None:
-        """Remove a rank and its hashes. Open claims on the rank may be released later."""
+        """Remove a rank and its hashes. The claims of its assignments may still be released afterwards."""
         del self._ranks[name]
 
     # --- decisions ----------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Router:
             self._ranks[name].load -= samples
 
     def released(self, claim: Claim) -> None:
-        """Release the claim of an assignment that has ended. It no longer makes its hashes expected."""
+        """Release the claim of an assignment that has ended. Hashes without another claim are no longer expected."""
         expected, hashes = claim
         for each in hashes:
             expected[each] -= 1

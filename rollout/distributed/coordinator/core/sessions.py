@@ -1,7 +1,7 @@
 """The sessions of peers: handshake, sequence numbers, heartbeats, and cleanup at the end. No I/O; the clock is passed in.
 
-There is at most one session per ZMQ identity, per rank name and per member number. When a client's session ends, the
-client's requests are closed. When a rank's session ends, the samples assigned to the rank return to the queue.
+There is at most one session per ZMQ identity, per rank name and per member (the client of a rank's training loop). When a
+client's session ends, its requests are closed. When a rank's session ends, its assigned samples return to the queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ request fails, because it is probably the cause of the losses."""
 
 
 class Sessions:
-    """The sessions in `Peers`: how they begin, stay alive and end."""
+    """A manager of the sessions in `Peers`, which opens sessions, checks that their peers are alive, and ends sessions."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Sessions:
         self._peers.say(rank, wire.RegisterAck(*self._terms()))
 
     def _terms(self) -> tuple[str, int, float, float]:
-        """Return the first four fields of `ConnectAck` and `RegisterAck`."""
+        """Return the fields that `ConnectAck` and `RegisterAck` share: state, version, heartbeat interval and timeout."""
         config, control = self._config, self._control
         return (
             control.state.value, control.policy_version, config.advanced.heartbeat_interval_s,
@@ -143,18 +143,18 @@ class Sessions:
                 self._peers.say(peer, wire.Heartbeat())
 
     def next_beat(self) -> float:
-        """Return the time at which `beat` is due."""
+        """Return the time at which `beat` must be called next, in monotonic seconds."""
         return self._last_beat + self._config.advanced.heartbeat_interval_s / 2
 
     # --- ends of sessions -------------------------------------------------------------------------------------------
 
     def end(self, peer: Peer, code: str, text: str, now: float) -> None:
-        """End a peer's session with a reason. The peer is treated as lost."""
+        """End a session: send the peer the reason (`code`, and `text` in words), and treat the peer as lost."""
         self._peers.say(peer, wire.Refused(code, shortened(text), True))
         self.leave(peer, text, now, died=True)
 
     def leave(self, peer: Peer, why: str, now: float, *, died: bool) -> None:
-        """Remove a session that has ended, and everything that depends on it.
+        """Remove a session that has ended. Close the requests of a client, or requeue the samples assigned to a rank.
 
         Args:
             why: reason, for error messages.
