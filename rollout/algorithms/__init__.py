@@ -11,7 +11,7 @@ at the same index. Δ is `logprobs` − `rollout_logprobs`, at the positions of 
 
 Always true: arguments are not changed. Results are float32 (float64 if the input is float64) for any input type. Masked
 positions never count, even if they are NaN. An unmasked NaN stays NaN in weights and means, and no mask drops it, so a
-missing log-prob is noticed. Functions with the argument `detach` return constants to autograd unless it is False.
+missing log-prob is noticed. If a function has the argument `detach`, its result is detached from autograd by default.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def group_advantages(
     A group of one sample gets 0. A group of equal rewards gets exactly 0.
 
     Args:
-        rewards: [N], the reward of each of N samples, of any number type.
+        rewards: [N], the reward of each of N samples, of any numeric dtype.
         group_ids: integer [N], in any order; samples with equal ids are one group, of any size.
         kind: the formula.
         valid: bool [N], the samples that count. None means all. The other samples get 0 and do not affect their group; their
@@ -40,7 +40,7 @@ def group_advantages(
         eps: a small number above 0 that keeps the division finite; TRL uses 1e-4.
 
     Returns:
-        The advantages, float32 [N], a constant to autograd.
+        The advantages, float32 [N], detached from autograd.
 
     Raises:
         ValueError: shapes or dtypes do not match, `eps` is not a number above 0, or a valid sample's reward is not finite.

@@ -19,7 +19,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: bool) -> Tensor:
-    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], with 0 at masked positions."""
+    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], with 0 at masked positions; with `detach`, without gradient."""
     check_floating("logprobs", logprobs)
     check_floating("rollout_logprobs", rollout_logprobs)
     if mask.ndim != 2:
@@ -85,7 +85,7 @@ def importance_weights(
         mask: bool [N, T], usually `RolloutBatch.response_mask`.
         level: how ρ is aggregated. Unless it is "token", all tokens of a row have the same weight.
         cap: the largest weight; math.inf means no truncation. TRL uses 3, verl 2.
-        detach: whether weights are constants to autograd. If False, gradients flow to both log-probs, except through
+        detach: whether to detach the weights from autograd. If False, gradients flow to both log-probs, except through
             truncated weights.
 
     Returns:
@@ -101,7 +101,7 @@ def importance_weights(
 
 
 def _of_level(delta: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return the log-ratio of each token [N, T], or of each row [N, 1]."""
+    """Aggregate the log-ratios `delta` of tokens by `level`; return [N, T], or [N, 1] if a row has one value."""
     if level == "token":
         return delta
     if level == "sequence":
@@ -122,7 +122,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor | None = None, *, normal
         normalized: whether to divide by the number of included weights, which gives a number in [0, 1].
 
     Returns:
-        float32 scalar, a constant to autograd; 0 if no weight is above 0.
+        float32 scalar, detached from autograd; 0 if no weight is above 0.
 
     Raises:
         ValueError: shapes or dtypes do not match.
@@ -153,7 +153,7 @@ def ratio_mask(
                    see `importance_weights`; TRL's `sequence_mask` uses high = 3
         geometric  ρ = exp(ΣΔ / number of tokens), drops the row. verl `rollout_rs="geometric"`: within 1e-3 of 1
 
-    The other arguments and the errors are as in `importance_weights`. ValueError is also raised unless 0 <= low < high.
+    All other arguments and errors are as in `importance_weights`. ValueError is also raised unless 0 <= low < high.
 
     Returns:
         The reduced mask, bool [N, T]. Entries with a NaN ratio are kept.

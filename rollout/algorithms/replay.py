@@ -149,7 +149,7 @@ def replay_logprobs(
 
 
 class _Drawn(NamedTuple):
-    """The M tokens in the mask, and the S' entries of their sets."""
+    """The M tokens in the mask, and the S' token ids (entries) in their kept sets."""
 
     places: Tensor
     """[M]: the flat index of each token in [N, T]."""
@@ -170,7 +170,7 @@ class _Drawn(NamedTuple):
 
 
 def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """Return the log-softmax of the chosen entry in each of `count` sets; -inf if no entry of a set is chosen."""
+    """Return the log-softmax of the chosen entry in each of `count` sets; -inf for a set without a chosen entry."""
     peak = scores.new_full((count,), -torch.inf).scatter_reduce(0, token, scores.detach(), "amax")
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))

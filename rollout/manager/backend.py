@@ -23,17 +23,17 @@ class Backend(Protocol):
 
     @property
     def next_group_id(self) -> int:
-        """The id of the next group."""
+        """The smallest id that a new group can have."""
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
-        """Queue a group under an unused id.
+        """Queue the samples of a prompt under the unused group id `group_id`; each finished sample has `metadata`.
 
         Raises:
             InvalidRequestError: the group can never be served; nothing was queued.
         """
 
     def reserve_group_ids(self, until: int) -> None:
-        """Make `next_group_id` at least `until`."""
+        """Raise `next_group_id` to at least `until`, so that smaller ids stay unused."""
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
         """Continue saved samples after their last token.
@@ -43,7 +43,7 @@ class Backend(Protocol):
         """
 
     def abort(self, group_id: int) -> None:
-        """Abort a group, at once on this rank, later on other ranks that compute it. Unknown ids are ignored."""
+        """Abort a group: at once on this rank, later on other ranks that compute it. An unknown id is ignored."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is work to do, or `timeout_s` has passed. Ctrl-C may interrupt the wait.
@@ -55,7 +55,7 @@ class Backend(Protocol):
         """
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Make at most one engine step; return the finished samples, each merged into one request."""
+        """Run at most one engine step; return the finished samples, each merged into one request."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
         """Return the samples that have finished between two steps, each merged into one request."""
@@ -67,10 +67,10 @@ class Backend(Protocol):
         """
 
     def snapshot(self) -> list[DynamicInferenceRequestRecord]:
-        """Return records of the unfinished samples."""
+        """Return records of the unfinished samples, from which `continue_from` continues them."""
 
     def try_finish(self) -> bool:
-        """Return whether this rank may stop computing. The caller alternates this method with `step` until it is True.
+        """Return whether this rank may stop computing. The caller alternates this method with `step` until it returns True.
 
         Raises:
             EngineStateError: the ranks are in different calls, or have different policy versions.
@@ -87,11 +87,11 @@ class Backend(Protocol):
         return
 
     def report_idle(self) -> None:
-        """Report that this rank makes no steps until its next run."""
+        """Report to the coordinator that this rank runs no engine steps until its next `RunLoop.run`."""
         return
 
     def local_samples(self, samples_missing: int) -> int:
-        """Return the number of samples that this engine has to compute, for this rank and for others."""
+        """Return the number of samples in this rank's engine; on a single rank, these are its own `samples_missing`."""
         return samples_missing
 
     def barrier(self, what: str) -> None:

@@ -20,7 +20,7 @@ from rollout.threads.interrupts import uninterrupted
 
 
 def _check_portable(name: str, value: Any) -> None:
-    """Raise `TypeError` for metadata that a checkpoint could not hold."""
+    """Raise `TypeError` about `name` if `value` is metadata that a checkpoint cannot store."""
     try:
         msgpack.packb(value)
     except (TypeError, ValueError, OverflowError) as exc:
@@ -31,7 +31,7 @@ def _check_portable(name: str, value: Any) -> None:
 
 
 def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "prompts") -> list[Any]:
-    """Return a call's prompts as a list, without padding; `name` is the argument's name, for messages.
+    """Return the argument `prompts` of a call as a list without padding; `name` is the argument's name, for messages.
 
     Raises:
         TypeError: `prompts` is a single prompt instead of a list of prompts.
@@ -217,7 +217,7 @@ class Generation:
             with rounds.engine.locked():
                 added = submit(rounds, prompts, params, extras)
         except (KeyboardInterrupt, SystemExit):
-            # Ctrl-C arrived while interrupts were deferred and takes effect only now: abort the groups that were just added.
+            # Abort the added groups: a Ctrl-C that was deferred takes effect only now, and the caller never gets their ids.
             rounds.loop.abort(added)
             raise
         return added

@@ -43,7 +43,7 @@ class GroupLedger:
         """Ids of groups with missing samples."""
         self.samples_missing = 0
         self.rewards: dict[int, list[float | None]] = {}
-        """Group id → rewards of the group's samples, for groups that `generate_scored` keeps. None marks a failed sample."""
+        """Group id → rewards of its samples, for groups that `generate_scored` has kept. None stands for a failed sample."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -62,7 +62,7 @@ class GroupLedger:
         return [each for each in self._groups if each not in self.unfinished]
 
     def add(self, group_id: int, size: int, prompt: Hashable = 0, key: bytes = b"") -> None:
-        """Add an accepted group of `size` samples."""
+        """Add a group of `size` samples that the backend has accepted; `prompt` and `key` are as in `Group`."""
         self._groups[group_id] = Group(size, prompt, key)
         self.unfinished.add(group_id)
         self.samples_missing += size
@@ -92,7 +92,7 @@ class GroupLedger:
                 self.samples_missing -= group.size - len(group.results)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest policy version of the sample's tokens) for each received sample of unfinished groups."""
+        """Yield (group id, oldest policy version of the sample's tokens) for each finished sample of an unfinished group."""
         for each in self.unfinished:
             for result in self._groups[each].results.values():
                 oldest = result.policy_spans.oldest(start=result.original_prompt_length)
@@ -131,7 +131,7 @@ class GroupJournal:
     # --- writing to the journal ---------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups that these results complete. After a `JournalError` the next call writes them again."""
+        """Append the groups that `results` complete to the journal. After a `JournalError` the next call tries again."""
         if self._journal is None:
             return
         for group_id in dict.fromkeys(result.request_id for result in results):
@@ -153,14 +153,14 @@ class GroupJournal:
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
-        # Forget the groups that could not be written (a full disk): each is in the checkpoint, or was returned earlier.
+        # Forget groups whose write failed (a full disk): each is in the checkpoint, or was already returned to the caller.
         self._unwritten.clear()
         return mark
 
     # --- reading the journal after a restart --------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Continue from the checkpoint with this mark and policy version; `ConfigError` if the journal lacks the mark."""
+        """Continue from the checkpoint `mark` of this policy version; raise `ConfigError` if the journal lacks the mark."""
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:
@@ -199,7 +199,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Put unused groups back in their original order, so that `submitted` returns them again."""
+        """Put groups that `submitted` returned back in their original order, so that it can return them again."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

@@ -47,7 +47,7 @@ IDLE_S = 0.005
 
 
 class LockstepLoop(RunLoop):
-    """A loop of one rank in an expert-parallel group."""
+    """The loop of one rank in an expert-parallel group, whose ranks compute every step together."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -85,7 +85,7 @@ class LockstepLoop(RunLoop):
                 raise
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work. After `control_timeout_s` without work, wait until the backend names the missing ranks."""
+        """Wait for work. After `idle_s` ≥ `control_timeout_s` without it, wait until the backend names the missing ranks."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
@@ -133,7 +133,7 @@ class GroupCalls:
         self._submitted = hashlib.sha256()
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Record queued prompts, which must be equal on all members."""
+        """Record queued prompts and their parameters for `meet`, which checks that they are equal on all members."""
         for number, each in enumerate(zip(prompts, params, strict=True), first):
             self._submitted.update(key_of(*each, number))
 

@@ -1,7 +1,7 @@
 """`Rounds`, which starts and finishes every manager call that steps the engine, and has the state that these calls share.
 
-A held engine makes no steps. `pause` holds it until `unpause` or `resume`, and `suspend` until `resume`. `suspended` and the
-optimizer hook hold it until the next `generate`. The hook does not restart an engine that a caller has stopped.
+An engine that is held runs no steps. `pause` holds it until `unpause` or `resume`, and `suspend` until `resume`. `suspended`
+and the optimizer hook hold it until the next `generate`. The hook does not restart an engine that a caller has stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StalenessPacer:
         self._version: int | None = None
 
     def begin_round(self, version: int) -> None:
-        """Start a call under this policy version, and compute the number of updates in the last round."""
+        """Start a round at policy version `version`, and compute the number of updates in the previous round."""
         if self._version is not None and version > self._version:
             self.updates_per_round = version - self._version
         self._version = version
@@ -76,7 +76,7 @@ class Rounds:
 
     Attributes:
         loop: the loop that steps the engine until a goal is reached.
-        player: the player of episodes.
+        player: the player of the episodes that `run` starts.
         pacer: the pacer that chooses the groups that have to finish before an update.
         closed: whether the manager was closed.
     """
@@ -122,7 +122,7 @@ class Rounds:
 
     @contextmanager
     def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Take a turn with the engine running and adapted to the current model."""
+        """Enter `turn` with the engine running and adapted to the model, after a check for unannounced weight changes."""
         with self.turn(call, timeout_s):
             self.ensure_running()
             self.follow_model()
@@ -131,7 +131,7 @@ class Rounds:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Take a turn in which the weights are gathered and nothing is sampled."""
+        """Enter `turn` to score sequences: sharded weights are gathered, and no token is sampled in the `with` block."""
         with self.turn("score"):
             self.ensure_running()
             self.follow_model()
@@ -156,7 +156,7 @@ class Rounds:
             self.engine.rebuild() if rebuild else self.engine.follow_model()
 
     def refuse_in_group(self, call: str) -> None:
-        """Raise `EngineStateError` if other ranks compute every step together with this rank."""
+        """Raise `EngineStateError` about the method `call` if other ranks compute every step together with this rank."""
         if (group := self.engine.peers.everyone) is not None:
             raise EngineStateError(
                 f"{call}() in the {group.name}: it runs environments or rewards on one rank while tokens are sampled, and "
@@ -169,7 +169,7 @@ class Rounds:
         """Return the ids of groups that must finish before the next update, or None if their ages are not known yet.
 
         Args:
-            owner: function from a group id of the backend to the id of the group in `groups` that it belongs to, or None.
+            owner: function from a group id of the backend to the id of its group in `groups`, or to None if it has none.
         """
         known = () if pacer.max_staleness is None else self.backend.staleness()
         if known is None:
@@ -180,7 +180,7 @@ class Rounds:
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def ensure_running(self) -> None:
-        """Release the holds of `make_way`; the coordinator may still hold the engine.
+        """Release the holds of weight updates and of direct engine calls; the coordinator may still hold the engine.
 
         Raises:
             EngineStateError: the manager was paused, suspended or closed by its user.
@@ -198,12 +198,12 @@ class Rounds:
             self.release(UPDATE, DIRECT)
 
     def make_way(self, mode: Mode) -> None:
-        """Take the KV cache off the device until the next `ensure_running`, unless it is off already."""
+        """Suspend the engine for a weight update, until the next `ensure_running`. `mode` is as in `Updates.suspend`."""
         if self.engine.state is not EngineState.STOPPED:
             self.suspend(UPDATE, mode, keep_prefix_cache=False)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release the holds of `holders`. If this resumes the engine, record the resume in the metrics."""
+        """Release the holds placed by `holders`. If this resumes the engine, record the resume in the metrics."""
         if not self._suspended():
             return self.engine.holds.release(*holders)
         with self.metrics.phase("resume"), interrupt_deferred():
@@ -213,7 +213,7 @@ class Rounds:
         return move
 
     def suspend(self, holder: str, mode: Mode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """Hold the engine with its KV cache off the device, and record the suspend in the metrics."""
+        """Suspend the engine until `release(holder)`, and record it in the metrics. Options are as in `Updates.suspend`."""
         chosen = KVCacheManagementMode.parse(mode)
         self.engine.guard.release()
         if self._suspended():
@@ -257,7 +257,7 @@ class Rounds:
         )
 
     def handed_out(self, batch: Batch, on_error: OnError) -> Batch:
-        """Record a batch in the metrics and return it; `RolloutFailedError` if a sample failed and `on_error` is "raise"."""
+        """Record and return a batch. If `on_error` is "raise", a failed sample raises `RolloutFailedError`."""
         self.metrics.batch(batch)
         failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
         if failed and on_error == "raise":
@@ -274,7 +274,7 @@ class Rounds:
     def close(self) -> None:
         """Abandon the groups in flight (with a warning) and free the engine's memory. Repeated calls have no effect.
 
-        Training can continue; from now on an attached optimizer hook does nothing.
+        Training can continue. An attached optimizer hook has no effect after this call.
         """
         if self.closed:
             return

@@ -198,7 +198,7 @@ class RunLoop:
         """Step until `finished` returns True.
 
         Args:
-            step: function that makes one step, after waiting at most the given number of seconds for work.
+            step: function that runs one step, after waiting at most the given number of seconds for work.
             left: function that returns the seconds until the run's deadline and raises `DeadlineError` after it, for waits
                 outside of `step`.
         """

@@ -1,7 +1,7 @@
 """The manager's `sample` and `run`: one completion at a time, and whole episodes.
 
-Environments run on their own thread, so that tools run while the thread that called `run` makes steps. Between two calls of
-`run`, tools continue and completions wait, because no step is made while the trainer uses the weights.
+Environments run on their own thread, so that tools run while the thread that called `run` runs engine steps. Between two
+calls to `run`, tools continue and completions wait, because no steps run while the trainer uses the weights.
 """
 
 from __future__ import annotations

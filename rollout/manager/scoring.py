@@ -38,7 +38,7 @@ Reward = Callable[[Sequence[DynamicInferenceRequest]], Sequence[float] | Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt for `generate_scored`."""
+    """A prompt for `generate_scored`, with its own metadata and sampling parameters."""
 
     prompt: Prompt
     metadata: Any = None
@@ -49,7 +49,7 @@ class PromptTask:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A sample with its reward, for `keep`."""
+    """A sample with its reward, as the function `keep` receives it."""
 
     request: DynamicInferenceRequest
     reward: float | None
@@ -105,7 +105,7 @@ class ScoredGoal:
 
     def reached(self) -> bool:
         if self._full:
-            # Stay finished: this rank may still step for other ranks. Groups that finish then are scored by the next call.
+            # Score nothing more: this rank may still step for other ranks. Groups that finish then belong to the next call.
             return True
         self._score()
         if len(self.groups.rewards) < self.number:
@@ -139,7 +139,7 @@ class ScoredGoal:
                 self.discard(rewards)
 
     def _ready(self, group_id: int, requests: Sequence[DynamicInferenceRequest]) -> Reward | None:
-        """Return a function that returns a group's rewards, or None while other processes still compute them."""
+        """Return a reward function for a finished group, or None while other processes still compute the group's rewards."""
         sound = [request for request in requests if request.error is None]
         if not hasattr(self.reward, "submit") or not sound:
             return self.reward
@@ -152,7 +152,7 @@ class ScoredGoal:
 
 
 def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> list[float | None]:
-    """Return the rewards of a group's samples, None for failed samples; `ValueError` unless rewards are finite numbers."""
+    """Return the rewards of a group's samples, None for failed ones; raise `ValueError` unless rewards are finite."""
     sound = [request for request in requests if request.error is None]
     try:
         told = reward(sound) if sound else []
@@ -184,7 +184,7 @@ def rewards_of(requests: Sequence[DynamicInferenceRequest], reward: Reward) -> l
 
 
 class Scoring:
-    """The scoring of one manager's groups."""
+    """The manager's `generate_scored`."""
 
     def __init__(self, rounds: Rounds, generation: Generation) -> None:
         self._rounds = rounds
@@ -274,7 +274,7 @@ class Scoring:
             return self._hand_out(groups, discarded, on_error)
 
     def _submit_sound(self, tasks: Sequence[PromptTask], params: SamplingParams) -> list[int]:
-        """Submit the valid tasks; then raise the exception of the first invalid task."""
+        """Submit the valid tasks; return their group ids, or raise the exception of the first invalid task afterwards."""
         added: list[int] = []
         refused: list[Exception] = []
         for task in tasks:

@@ -202,7 +202,7 @@ class RolloutMetrics(MetricsRecorder):
             self.observe("rollout/step_tokens", [step.num_tokens] * stepper.made)
 
     def sync(self, samples_missing: int, groups_in_flight: int) -> None:
-        """Update counters and gauges from the engine's counters."""
+        """Update counters and gauges from the engine. `samples_missing` is as in `step`."""
         before, stats = self._counted, self._engine.stats()
         self._counted = {name: stats[name] for name in _COUNTERS}
         for name, value in self._counted.items():
@@ -264,14 +264,14 @@ class RolloutMetrics(MetricsRecorder):
         self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())
 
     def suspended(self, move: MemoryMove) -> None:
-        """Record that the KV cache was suspended."""
+        """Record a suspend of the KV cache, whose result is `move`."""
         self.add("rollout/suspends")
         self.add("rollout/suspend_bytes", move.bytes_copied)
         self.add("rollout/suspend_fallbacks", move.offload_failed)
         self.add("rollout/tokens_recomputed", move.tokens_given_up)
 
     def resumed(self, move: MemoryMove) -> None:
-        """Record that the KV cache was resumed."""
+        """Record a resume of the KV cache, whose result is `move`."""
         self.add("rollout/resumes")
         self.add("rollout/resume_bytes", move.bytes_copied)
         self.add(

@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The calls of one manager between two rounds. On several ranks, every rank makes each call and waits for the others."""
+    """The manager's calls between two `generate` calls. On several ranks, every rank makes each call and waits for all."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds

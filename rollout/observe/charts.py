@@ -140,7 +140,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
 
 
 def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
-    """Yield each period that a sample spends in a slot, and whether a preemption ended the period."""
+    """Yield (period, preempted) for each period that a sample spends in a slot; preempted says whether that ended it."""
     stay: Stay = []
     for state in sample.states:
         if state[0] in (PREFILL, DECODE, HELD):

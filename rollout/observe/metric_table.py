@@ -22,19 +22,19 @@ class Kind(StrEnum):
     """The way a metric is recorded and reported in a snapshot."""
 
     COUNTER = "counter"
-    """The sum of the values passed to `add` during the interval; with `total`, also the sum since construction."""
+    """The sum of the values passed to `add` during the interval; with `Metric.total`, also the sum since construction."""
 
     TIMER = "timer"
     """The seconds of the interval spent in the phase, as set by `phase` or `enter_phase`."""
 
     GAUGE = "gauge"
-    """The last value passed to `set`, absent before the first; with `peak`, also the maximum during the interval."""
+    """The last value passed to `set`, absent before the first; with `Metric.peak`, also the maximum during the interval."""
 
     SUMMARY = "summary"
     """The statistics of the values passed to `observe` during the interval; absent without values."""
 
     RATIO = "ratio"
-    """The ratio of a logged value to a sum of logged values; absent if one is absent or the sum is 0."""
+    """The ratio of a logged value to a sum of logged values; absent if any of these values is absent or the sum is 0."""
 
 
 Statistic = Literal["mean", "p50", "p99", "max", "nonzero_share"]

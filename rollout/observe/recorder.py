@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WAITING, PREFILL, DECODE, PREEMPTED, HELD = "waiting", "prefill", "decode", "preempted", "held"
 """The states of a sample. Waiting: it is in the queue. Prefill: its prompt is computed. Decode: its tokens are sampled.
-Preempted: its KV was dropped, and it is in the queue again. Held: it has KV, but the engine makes no steps."""
+Preempted: its KV was dropped, and it is in the queue again. Held: it has KV, but the engine runs no steps."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, split at the first token if that is inside a prefill; return the end, which is at least `start`."""
+    """Append `state` to `states`, as prefill and decode if the first token is in between; return `end`, at least `start`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -179,7 +179,7 @@ class EngineLog:
         self._marks: list[float] = []
 
     def step_begins(self, tokens_saved: int) -> None:
-        """Record the start of a step. Calls of `step_reached` and `step_ends` follow, unless the step is empty or fails."""
+        """Record the start of a step. `step_reached` and `step_ends` are called next, unless the step is empty or fails."""
         self._marks = [self.clock()]
         if not self.steps:
             self.saved_before = tokens_saved
@@ -227,7 +227,7 @@ class TraceRecorder:
         self._lock = threading.Lock()
 
     def log_of(self, tap: EngineTap) -> EngineLog:
-        """Return the log of an engine; create it at the engine's first report."""
+        """Return the log of the engine that reports through `tap`; create the log at the engine's first report."""
         with self._lock:
             if tap not in self._of_tap:
                 self._of_tap[tap] = EngineLog(tap.clock, tap.state())
@@ -298,7 +298,7 @@ class EngineTap:
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
-    """Start recording for the file `destination`; `EngineStateError` if a trace is already being recorded."""
+    """Start recording for the file `destination`; raise `EngineStateError` if a trace is already being recorded."""
     global _active
     with _switching:
         if _active is not None:

@@ -47,7 +47,7 @@ def timeline(recorder: TraceRecorder, rank: int = 0) -> dict[str, Any]:
 
 
 def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the traces of all ranks into one, aligned by their hosts' clocks. Time 0 is the start of `traces[0]`."""
+    """Merge the traces of all ranks into one, aligned by the clocks of their hosts. Time 0 is the start of `traces[0]`."""
     first = traces[0]["otherData"]
     events: list[Event] = []
     end_s = 0.0
@@ -64,7 +64,7 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a trace atomically, compressed if the name ends in `.gz`; `ConfigError` if it cannot be written."""
+    """Write a trace atomically, compressed if the name ends in `.gz`; raise `ConfigError` if it cannot be written."""
     target = Path(path)
     data = json.dumps(trace, separators=(",", ":")).encode()
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -183,7 +183,7 @@ def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[floa
 def _without(
     state: str, start: float, end: float, held: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Split the span of a state; parts inside `held` become `HELD`. The state of a queued sample is not split."""
+    """Yield an interval of a state, split where `held` covers it: such parts become `HELD`, except for a queued sample."""
     if end <= start:
         return
     if state in (PREFILL, DECODE):
@@ -250,7 +250,7 @@ class ReadTrace(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> ReadTrace:
-    """Read a trace file; `ConfigError` if it is missing, damaged or not a trace from this package."""
+    """Read a trace file; raise `ConfigError` if it is missing, damaged or not a trace from this package."""
     try:
         data = Path(path).read_bytes()
         trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)

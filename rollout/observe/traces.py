@@ -54,7 +54,7 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
     finally:
         stop(recorder)
         # Write this rank's own trace if none were gathered. Without a coordinator the ranks cannot exchange traces, and
-        # after an exception some ranks may never leave their block.
+        # after an exception some ranks may never leave their `with` block.
         if every is not None and len(every) < 2:
             write(timeline(recorder, _torch_rank() or 0), own)
     if every is not None and len(every) > 1:
@@ -73,7 +73,7 @@ def _own_path(path: Path) -> Path:
 
 
 def _checked(path: Path) -> str:
-    """Check the path before the block, so that a bad path cannot lose the trace; return the path as a string."""
+    """Check the path before the recording starts, so that a bad path cannot lose a trace; return the path as a string."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir():

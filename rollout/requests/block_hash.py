@@ -56,7 +56,7 @@ def compute_block_hashes_batched(
 
 
 def chain_root(salt: str | None) -> int:
-    """Return the start hash of a chain, in 0 … `HASH_PRIME`; 0 without a salt."""
+    """Return the hash from which a chain of block hashes starts, in 0 … `HASH_PRIME`; 0 without a salt."""
     if salt is None:
         return 0
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little") % HASH_PRIME + 1

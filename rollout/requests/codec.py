@@ -94,7 +94,7 @@ def unpack_joined(what: str, packed: bytes) -> list[Any]:
 
 
 def optional(codec: Codec) -> Codec:
-    """Return a codec that leaves None unchanged and handles all other values as `codec` does."""
+    """Return a codec that leaves None unchanged and encodes all other values by `codec`."""
     return Codec(
         lambda value: None if value is None else codec.encode(value),
         lambda value: None if value is None else codec.decode(value),
@@ -259,6 +259,6 @@ def _decode_tensors(value: Any) -> dict[str, torch.Tensor]:
 
 
 TENSORS = Codec(lambda value: {name: serialize_tensor(each) for name, each in value.items()}, _decode_tensors)
-"""A codec for dicts from name to tensor."""
+"""A codec for dicts from names to tensors, which encodes each tensor by `serialize_tensor`."""
 SAMPLING_PARAMS = Codec(SamplingParams.serialize, SamplingParams.deserialize)
 SPANS = Codec(VersionSpans.serialize, VersionSpans.deserialize)

@@ -38,7 +38,7 @@ from rollout.requests.token_columns import (
 from rollout.sampling_params import SamplingParams
 
 TOKEN_BYTES = 4
-"""The size of a packed token id or log-prob."""
+"""The size of a packed token id or log-prob, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class SampleDelta:
 
     @property
     def count(self) -> int:
-        """The number of new tokens."""
+        """The number of completion tokens in this delta."""
         return len(self.token_ids) // TOKEN_BYTES
 
     @property
@@ -163,7 +163,7 @@ class SampleDelta:
         return sets
 
     def value_rows(self) -> NDArray[np.float32] | None:
-        """Return the tokens' values, float32 [count, k], or None without values. Raise `SerializationError` if malformed."""
+        """Return the field `values` as float32 [count, k]; None without values. Raise `SerializationError` if malformed."""
         if self.values is None:
             return None
         if not self.count or not self.values or len(self.values) % (TOKEN_BYTES * self.count):
@@ -251,7 +251,7 @@ class DeltaJoin:
         return self._versions
 
     def put(self, name: str, value: Any) -> None:
-        """Add the value of an optional field for the tokens that were added last. None is ignored."""
+        """Add the value of the optional field `name` for the tokens that were added last; None has no effect."""
         if value is not None:
             self._columns.setdefault(name, []).append(value)
 
@@ -320,7 +320,7 @@ def growth(
 
 
 def completion_length(live: DynamicInferenceRequest) -> int:
-    """Return the number of completion tokens in all segments up to and including this segment."""
+    """Return the number of completion tokens in all segments of a sample up to and including the segment `live`."""
     return live.total_length - live.original_prompt_length
 
 
@@ -333,19 +333,19 @@ def computed_length(record: DynamicInferenceRequestRecord) -> int:
 def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_version: int) -> int:
     """Return the index of the first completion token to send: `known`, or 0 if the sample was restarted meanwhile.
 
-    The prompt's version reveals a restart, because the restarted prompt has a later version than all earlier tokens.
+    A restart changes the version of the prompt: a restarted prompt has a later version than the tokens before the restart.
     """
     same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
     return known if same_life else 0
 
 
 def version_of_prompt(live: DynamicInferenceRequest) -> int:
-    """Return the policy version under which the prompt was admitted, or the current version before its admission."""
+    """Return the policy version under which the prompt was admitted or, before its admission, the current version."""
     return live.policy_spans.version_at(0) if live.policy_spans else live.policy_version
 
 
 def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpans:
-    """Return the policy versions of completion tokens `start` … `stop` - 1: the recorded spans, then the live version."""
+    """Return the versions of completion tokens `start` … `stop` - 1: as recorded, then the segment's `policy_version`."""
     first, last = live.original_prompt_length + start, live.original_prompt_length + stop
     spans = VersionSpans(live.policy_spans.window(first, last))
     spans.extend_to(last - first, live.policy_version)
@@ -353,7 +353,7 @@ def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpa
 
 
 def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list[Any]:
-    """Return the values of a per-token field, joined over all segments, from completion token `start` on."""
+    """Return the entries of the per-token field `name` from completion token `start` on, joined over all segments."""
     live = record[-1]
     if start >= live.rng_offset:
         rows: list[Any] = getattr(live, name)[start - live.rng_offset :]
@@ -362,7 +362,7 @@ def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list
 
 
 def kept_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> bytes:
-    """Return the packed sets of completion tokens `start` … `stop` - 1."""
+    """Return the sets that completion tokens `start` … `stop` - 1 were drawn from, packed by `pack_kept`."""
     packed = b""
     for segment in record.segments if start < stop else ():
         low, sets = segment.rng_offset, segment.generated_kept_tokens

@@ -18,7 +18,7 @@ WINDOW = 16
 """The maximum number of tokens decoded together, except for a run of byte tokens."""
 
 CONTEXT = 4
-"""The number of tokens kept when the window moves. A token has at least one byte, and a UTF-8 character at most 4 bytes."""
+"""The number of tokens kept when the window moves: enough for a character of 4 bytes, as a token has at least one byte."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -28,9 +28,9 @@ _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 class IncrementalDetokenizer:
     """A converter of tokens to text, which emits text as soon as no later token can change it.
 
-    A token is decoded together with some of its predecessors, because its text depends on them. Two kinds of text are
-    unsettled: a trailing U+FFFD, which may be the start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's
-    byte fallback). Such a run is decoded as a whole, and the next token of another kind settles it.
+    A token is decoded together with some of its predecessors, because its text depends on them. Two kinds of text may still
+    change: a trailing U+FFFD, which may be the start of a character, and a run of byte tokens (`<0x0A>`, sentencepiece's
+    byte fallback). Such a run is decoded as a whole, and becomes final with the next token of another kind.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -48,15 +48,15 @@ class IncrementalDetokenizer:
 
     @property
     def pending(self) -> str:
-        """The unsettled text after `text`, as `decode` renders it without later tokens."""
+        """The text after `text` that later tokens may still change, as `decode` renders it without them."""
         return self._pending
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the newly settled text."""
+        """Add tokens; return the text that has become final, so that no later token can change it."""
         return "".join([self._push(int(token)) for token in token_ids])
 
     def finish(self) -> str:
-        """Finish the completion; return the text that was held back."""
+        """Finish the completion; return `pending`, which is now final."""
         return self._give(self._pending, "")
 
     def _push(self, token: int) -> str:
@@ -99,7 +99,7 @@ class IncrementalDetokenizer:
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Return the text that each token settles. The joined texts equal the `decode` of all tokens."""
+    """Return, for each token, the text that becomes final with it. The joined texts equal the `decode` of all tokens."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces = [detokenizer.push((token,)) for token in token_ids]
     return [*pieces[:-1], pieces[-1] + detokenizer.finish()] if pieces else []
@@ -145,8 +145,8 @@ class CompletionText:
 
     def _find(self, seen: str) -> None:
         searched = self._searched - self._before_tail
-        # Search only for matches that end after the searched text. The stop strings are sorted longest first, so of
-        # matches with the same start, `min` takes the longest.
+        # Ignore matches that end in text searched earlier: they completed while stopping was not allowed. The stop strings
+        # are sorted longest first, so that `min` takes the longest of the matches with the same start.
         hits = [(seen.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
         start, self._stop = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=(0, None))
         if self._stop is not None:
@@ -155,7 +155,7 @@ class CompletionText:
 
 
 class StableText:
-    """A stream of text that no later token can change. It holds back unsettled bytes and a possible start of a stop string.
+    """A stream of text that no later token can change. It holds back incomplete bytes and a possible start of a stop string.
 
     The stream does not search for stop strings. Once the completion has finished, `rest` returns the part of the final text
     that the stream has not shown yet.
@@ -163,17 +163,17 @@ class StableText:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], include_stop_str_in_output: bool) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        # If the stop string is included in the output, it never retracts text, so nothing must be held back for it.
+        # Hold nothing back if the output includes the stop string: completing it then never removes text.
         self._stops = () if include_stop_str_in_output else tuple(stop)
         self._held = ""
         self._shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens that do not complete a stop string; return the text that may be shown now."""
+        """Add tokens that do not complete a stop string; return the text that became final and was not returned before."""
         piece = self._detokenizer.push(token_ids)
         if not piece:
             return ""
-        # Search only the held text again: earlier text cannot be the start of a stop string.
+        # Check only the held text again: a possible start of a stop string in earlier text would have been held too.
         settled = self._held + piece
         safe = len(settled) - _held_back(settled, self._stops)
         self._held = settled[safe:]

@@ -1,8 +1,8 @@
-"""`DynamicInferenceRequestRecord`: the segments of one sample across checkpoints, and their merge.
+"""`DynamicInferenceRequestRecord`: the segments of one sample, and their merge.
 
-A segment's prompt is the previous segment's prompt plus its generated tokens, so the segments cover the completion without
-gap or overlap. Only the last segment, the live one, changes; the exception is `set_routes`. `merge` returns the request as
-if it had never been interrupted.
+A checkpoint interrupts a sample and starts a new segment, whose prompt is the previous segment's prompt plus its generated
+tokens. So the segments cover the completion without gap or overlap. Only the last segment, the live one, changes; the
+exception is `set_routes`. `merge` returns the request as if it had never been interrupted.
 
     segment 0   [prompt ······][generated ···]
                                               checkpoint()
@@ -39,12 +39,12 @@ _OF_ONE_SEGMENT = {
     "generated_segments", "generated_sequence_lengths", "prompt_log_probs", "prompt_top_n_logprobs", "tpot", "ttft",
     "latency", "routing_indices", "events",
 }  # fmt: skip
-"""The fields that a checkpoint does not copy. The old segment keeps its values, and the new segment gets the defaults."""
+"""The fields that a checkpoint does not copy to the new segment: the old segment keeps its values, the new has defaults."""
 
 
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequestRecord:
-    """All segments of one sample.
+    """All segments of one sample, in order. A segment is the part of a sample between two checkpoints.
 
     Raises:
         ValueError: there is no segment, or a segment belongs to another sample or does not continue the segment before it.
@@ -100,7 +100,7 @@ class DynamicInferenceRequestRecord:
 
     @property
     def sample_index(self) -> int:
-        """The index of the sample within the request."""
+        """The index of the sample among the samples of its prompt."""
         return self.segments[0].sample_index
 
     @property

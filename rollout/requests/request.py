@@ -206,12 +206,12 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """The k numbers per generated token from `RolloutManager(token_values=…)`, float32 [G, k]; None if it is not set."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that finished the request."""
+    """The stop string or stop token id that finished the request; None if there was none."""
     error: str | None = None
-    """The error of a failed request, as `Type: message`."""
+    """The error of a failed request, as `Type: message`; None if the request did not fail."""
     latency: float | None = None
     ttft: float | None = None
-    """Seconds from arrival to the first token."""
+    """Seconds from arrival to the first token; None before the first token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,7 +268,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def completion_tokens(self) -> list[int]:
-        """All tokens after the user's prompt, including tokens of earlier segments."""
+        """The token ids after the user's prompt, including the tokens of earlier segments."""
         return self.prompt_tokens[self.original_prompt_length :] + self.generated_tokens
 
     @property
@@ -304,7 +304,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
         self.policy_version = int(version)
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Record one weight update; see `advance_version`."""
+        """Advance the policy version by 1; see `advance_version`."""
         self.advance_version(self.policy_version + 1, policy_only=policy_only)
 
     @property

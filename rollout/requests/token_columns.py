@@ -43,7 +43,7 @@ class KeptTokens:
 
     @classmethod
     def join(cls, parts: Iterable[KeptTokens]) -> KeptTokens:
-        """Join the sets of consecutive tokens."""
+        """Join the columns of consecutive tokens into one."""
         both = [(part.ids, part.counts) for part in parts] or [(np.zeros(0, np.int32), np.zeros(0, np.int32))]
         ids, counts = zip(*both, strict=True)
         return cls(np.concatenate(ids), np.concatenate(counts))
@@ -75,11 +75,11 @@ class KeptTokens:
         return f"KeptTokens({len(self)} tokens, {len(self.ids)} ids)"
 
     def tolist(self) -> list[list[int]]:
-        """Return the ids of each token."""
+        """Return the ids in the set of each token, as lists."""
         return [ids.tolist() for ids in self]
 
     def wrong_for(self, tokens: list[int]) -> str | None:
-        """Return the reason why `tokens` cannot have been drawn from these sets, or None. High ids are not rejected."""
+        """Return why `tokens` cannot have been drawn from these sets, or None. Ids above the vocabulary are not detected."""
         if len(self) != len(tokens):
             return f"{len(self)} sets for {len(tokens)} tokens: must be one each"
         if not len(self):
@@ -182,7 +182,7 @@ def first_unread(computed: int, position: int) -> int:
 
 
 def overlaid(parts: Sequence[tuple[int, Routes]]) -> tuple[int, Routes]:
-    """Join consecutive parts of one sample to (first position, routes). Where parts overlap, the later part's routes count.
+    """Join consecutive parts of one sample to (first position, routes). Where parts overlap, the later routes are used.
 
     Raises:
         ValueError: positions between two parts are missing, or their [layers, k] differ.

@@ -71,7 +71,7 @@ def threaded(
 
 
 def read(part: str, getter: Callable[[Any], T]) -> T:
-    """Return a property with the name and value of the part's property `getter`."""
+    """Return a read-only property with the name and value of `getter`, a property of the part."""
     find, source = attrgetter(part), cast("Any", getter).fget
 
     @wraps(source)
@@ -83,7 +83,7 @@ def read(part: str, getter: Callable[[Any], T]) -> T:
 
 
 async def on_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a blocking function on a thread, with the caller's CUDA stream.
+    """Run a blocking function on a thread with the caller's CUDA stream, and return its result.
 
     If the caller is cancelled, the cancellation takes effect only after the function has returned.
     """

@@ -41,7 +41,7 @@ def watch(watched: Any) -> None:
 
 
 def report() -> str:
-    """Return the state of all registered objects, and the stacks of all threads."""
+    """Return the state of all objects that were passed to `watch`, and the stacks of all threads."""
     lines = [f"state of process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"]
     # Copy the values first: list() is atomic in the interpreter, so no other thread can change the dict meanwhile.
     for reference in list(_watched.values()):
@@ -79,7 +79,7 @@ def thread_lines() -> Iterator[str]:
 def answer_signal() -> None:
     """Write the stacks of all threads to stderr at every SIGUSR1, unless the program handles or ignores this signal.
 
-    The process continues, and its forked children answer too. This works even if the main thread is stuck in C code.
+    The process continues. Its forked children answer the signal too. This works even if the main thread is stuck in C code.
     """
     number = getattr(signal, "SIGUSR1", None)
     if number is not None and signal.getsignal(number) is signal.SIG_DFL:

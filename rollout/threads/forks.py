@@ -19,7 +19,7 @@ _acts: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
 
 def in_child(owner: T, act: Callable[[T], object]) -> None:
-    """Call `act(owner)` in every child that is forked while `owner` exists; an `OSError` or `ValueError` is ignored."""
+    """Call `act(owner)` in every child process forked while `owner` exists; ignore its `OSError` and `ValueError`."""
     _acts[owner] = act
 
 

@@ -18,9 +18,9 @@ class _Deferral:
 
     Attributes:
         presses: number of Ctrl-C presses since the block began.
-        waiting: number of presses that wait for the end of the block.
+        waiting: number of presses that have to wait for the end of the block.
         shielded: whether further presses also wait.
-        wholly: whether further presses wait even inside `interruptible()`.
+        wholly: whether further presses wait for the end even inside `interruptible()`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -34,7 +34,7 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Let a pending Ctrl-C take effect, unless it must wait."""
+        """Call the original handler for a pending Ctrl-C, unless the code is shielded or every press must wait."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
@@ -120,7 +120,7 @@ def _shielded(wholly: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Let a second Ctrl-C (with `first`, a first one), even one pressed earlier, interrupt work inside `uninterrupted()`."""
+    """Let a second Ctrl-C, even an earlier one, interrupt this block in `uninterrupted()`; with `first`, one is enough."""
     deferral = _thread.deferral
     if deferral is None or deferral.wholly:
         yield

@@ -16,9 +16,9 @@ POLL_S = 0.1
 
 
 class FairLock:
-    """A reentrant lock that a waiting thread gets before the last holder can reacquire it.
+    """A reentrant lock. A thread that releases it cannot reacquire it before a thread that is already waiting.
 
-    A loop of steps nearly always reacquires a plain lock first, and another thread's `pause` waits for thousands of steps.
+    With a plain lock, a loop of steps would nearly always win, and a waiting `pause` would take thousands of steps.
 
     Attributes:
         asked: 1 from the time that another thread starts to wait or calls `ask` until the holder calls `heard`; else 0. The
@@ -33,7 +33,7 @@ class FairLock:
         self.asked = ctypes.c_int32(0)
 
     def ask(self) -> None:
-        """Ask the holder to release the lock soon, although no thread waits for it. Any thread may call this method."""
+        """Ask the holder to release the lock soon, even if no thread waits for it. Any thread may call this method."""
         self.asked.value = 1
 
     def heard(self) -> None:
@@ -46,7 +46,7 @@ class FairLock:
         return self._next.locked()
 
     def describe(self) -> str:
-        """Describe the holder and the waiters without taking a lock."""
+        """Return a text that names the holder and says whether threads wait, without taking a lock."""
         return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
 
     def __enter__(self) -> None:
@@ -71,7 +71,7 @@ class FairLock:
             self._lock.release()
 
     def _wait(self) -> None:
-        # Queue for `_next`: the first waiter holds it, and the last holder of the lock must queue behind that waiter.
+        # Acquire `_next` first: the waiter for `_lock` holds it, so a thread that releases `_lock` cannot overtake it.
         _acquire(self._next)
         try:
             if not self._lock.acquire(blocking=False):
@@ -91,7 +91,7 @@ def _acquire(lock: threading.Lock) -> None:
 class Turns:
     """A queue of threads that use one engine one at a time, because they would otherwise take each other's results.
 
-    A turn finishes with the `with` block, even if the block raises. Ctrl-C interrupts a waiting thread.
+    A turn is the `with` block of `taken`, and finishes even if the block raises. Ctrl-C interrupts a waiting thread.
 
     Args:
         check: function that is called before each turn; it may raise.
@@ -105,7 +105,7 @@ class Turns:
 
     @contextmanager
     def taken(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Exclude other threads during a `with` block. The same thread may nest such blocks.
+        """Wait for a turn, and keep other threads waiting during a `with` block. The same thread may nest such blocks.
 
         Raises:
             DeadlineError: earlier turns did not finish within `timeout_s` seconds; None means no limit.
@@ -134,7 +134,7 @@ class Turns:
                 self._changed.notify_all()
 
     def describe(self) -> str:
-        """Describe the holder and the length of the queue without taking a lock."""
+        """Return a text with the holder's name and the length of the queue, without taking a lock."""
         holder = self._holder
         return "free" if holder is None else f"held by {holder.name!r}, {len(self._queue) - 1} waiting"
 

@@ -89,9 +89,9 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all tasks on the loop and stop the thread. Wait for it at most `timeout_s` seconds, if not None.
+        """Cancel all tasks on the loop and stop the thread; wait for it, at most `timeout_s` seconds if given.
 
-        Idempotent.
+        Repeated calls have no effect.
         """
         self.refuse_inside("close()")
         with self._handing_over:

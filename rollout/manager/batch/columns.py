@@ -26,7 +26,7 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids.to(device), self.counts.to(device))
 
     def of_rows(self, rows: Tensor | slice, columns: int | None = None) -> KeptSets:
-        """Return the sets of the given rows, in this order, with only the first `columns` columns."""
+        """Return the sets of the given rows, in this order. If `columns` is given, keep only that many columns."""
         chosen = torch.arange(len(self.counts), device=self.counts.device)[rows]
         sizes = self.counts.sum(1, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
@@ -38,7 +38,7 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[torch.arange(total, device=shift.device) + shift], counts)
 
     def without(self, rows: Tensor) -> KeptSets:
-        """Return a copy in which the rows that `rows`, bool [N], marks have no sets."""
+        """Return a copy without the sets of the rows for which `rows`, bool [N], is True."""
         kept = ~rows.repeat_interleave(self.counts.sum(1, dtype=torch.int64))
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
@@ -82,7 +82,7 @@ def padded_values(
 ) -> Tensor | None:
     """Return the token values of completions, float32 [N, width, k]; None if no row has values.
 
-    They are 0 outside of completions, and NaN in the completions of rows without values.
+    The values are 0 outside of completions, and NaN in the completions of rows without values.
     """
     wide = next((row.generated_values.shape[1] for row in rows if row.generated_values is not None), 0)
     if not wide:

@@ -158,7 +158,7 @@ class BatchImages:
         return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
 
     def _mark(self, input_ids: Tensor, numbers: Sequence[int]) -> list[int]:
-        """Return for each row the first row that has the same images after the same tokens, up to the last placeholder."""
+        """Return, for each row, the first row whose tokens and images are the same up to the last image placeholder."""
         known: dict[Any, int] = {}
         first_of: list[int] = []
         digest, before = b"", None
@@ -247,7 +247,7 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _filled(name: str, parts: list[Tensor]) -> Tensor:
-    """Concatenate the parts. Images with fewer patches are padded with zeros, which models ignore."""
+    """Concatenate `parts`, the tensors `name` of several rows. Missing tiles are filled with zeros, which models ignore."""
     if name != PIXELS or parts[0].ndim != TILED_DIMENSIONS:
         return torch.cat(parts)
     most = max(part.shape[1] for part in parts)

@@ -119,7 +119,7 @@ def along_paths(
 
 
 def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield segments [start, stop) of at most `limit` tokens, in order.
+    """Yield the segments [start, stop), of at most `limit` tokens, of a tree with these subtree ends and token depths.
 
     Small subtrees share a segment. A chain stops at a branch or at the limit.
     """

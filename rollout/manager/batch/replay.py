@@ -130,7 +130,7 @@ def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor
 
 
 class _Rows:
-    """The routes of a batch's rows, looked up by the rows' tokens."""
+    """A lookup of the recorded routes of a batch's rows by the tokens of the rows."""
 
     def __init__(self, batch: RolloutBatch | RoutedRows) -> None:
         assert batch.routed_experts is not None
@@ -161,7 +161,7 @@ class _Rows:
             columns = np.flatnonzero(real[row])
             cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
             for sequence in np.split(columns, cuts):
-                # Assign equal sequences to the samples in turn. If there are more sequences than samples, the last repeats.
+                # Match equal sequences with equal rows of the batch in order. Surplus sequences get the last row's routes.
                 found = left.get(_key(tokens[sequence]))
                 if found is None:
                     if self._is_surplus(tokens[sequence]):
@@ -176,7 +176,7 @@ class _Rows:
         return torch.from_numpy(routes)
 
     def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
-        """Return whether a sequence is only padding that rounds up a packed row: one repeated token."""
+        """Return whether a sequence is one repeated token, which is the padding that rounds up a packed row."""
         return len(tokens) == 0 or bool((tokens == tokens[0]).all())
 
 
@@ -188,7 +188,7 @@ def _refuse_row(row: int) -> NoReturn:
 
 
 class _Alignment:
-    """The routes for the tokens of the current forward pass."""
+    """A matcher that finds the recorded routes of the tokens in each forward pass of the trainer."""
 
     def __init__(self, routes_of: Callable[[Tensor, Any, Any], Tensor], shape: RouteShape) -> None:
         self.shape = shape
@@ -227,10 +227,10 @@ class _Alignment:
         return self._current
 
     def end(self, model: nn.Module) -> None:
-        """Check that the block is not left before the backward pass of a checkpointed forward pass.
+        """Check that the `with` block of `replay` is not left before the backward pass of a checkpointed forward pass.
 
         Raises:
-            RuntimeError: the block is left too early; routers would then choose by themselves in the backward pass.
+            RuntimeError: the block is left too early, so that routers would choose by themselves in the backward pass.
         """
         checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         if checkpointed and model.training and self._forwards and not self._recomputed:

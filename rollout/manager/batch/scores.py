@@ -154,7 +154,7 @@ class Scorer:
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:
-    """Return the sequences without padding. Lists stay unchanged, because their last token may equal the padding token."""
+    """Return `rollouts` without padding. Lists stay unchanged: their last token may be a real token equal to the padding."""
     owners = [getattr(model, name, None) for name in ("generation_config", "config")]
     return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
 
@@ -169,7 +169,7 @@ def _just_enough(plan: _Plan) -> InferenceConfig:
 
 @dataclass(eq=False)
 class _Plan:
-    """The requested scores of each sequence, and the results so far."""
+    """The N sequences to score, and the scores that are requested for each of their tokens."""
 
     tokens: list[list[int]]
     mask: NDArray[np.bool_]
@@ -247,7 +247,7 @@ class _Plan:
 
 
 class _Results:
-    """The result arrays [N, T], filled from logits chunk by chunk."""
+    """The scores [N, T] of a plan, which are computed from logits chunk by chunk."""
 
     def __init__(self, plan: _Plan, exact: bool, top_k: int) -> None:
         shape = plan.mask.shape
@@ -341,7 +341,7 @@ def _of_set(request: DynamicInferenceRequest) -> bool:
     """Return whether a request's log-probs are over the sets that its tokens were drawn from.
 
     Raises:
-        ConfigError: the engine cannot score the request's distribution.
+        ConfigError: the engine cannot compute log-probs over the distribution that the request was sampled from.
     """
     params = request.sampling_params
     if params.greedy or params.logprobs_mode != "processed":

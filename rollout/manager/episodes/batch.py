@@ -68,7 +68,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         known, end = len(turn.prompt_tokens), turn.total_length
         versions[done:end] = turn.policy_versions[done:]
         sampled[known:end] = True
-        # Use NaN for a request without log-probs, as in a batch of single turns.
+        # Use NaN for a turn without log-probs, as `RolloutBatch.logprobs` does, so that a loss over it is NaN.
         logprobs[known:end] = turn.generated_log_probs or np.nan
         done = end
     tokens = [*last.prompt_tokens, *last.generated_tokens]
@@ -90,8 +90,8 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
         generated_top_n_logprobs=[],
         generated_text=None,
         policy_spans=_spans(versions),
-        # Take the KV spans of the last turn, as for `routing_indices`: both describe the KV from which the row's last
-        # token was sampled.
+        # Take the KV spans from the last turn. `replace` also takes `routing_indices` from there, and both must describe
+        # the KV from which the row's last token was sampled.
         kv_spans=last.kv_spans.copy(),
         generated_kept_tokens=_kept_tokens(turns, tokens[start:]),
         generated_values=_values(turns),
@@ -104,7 +104,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return the kept-token sets of a completion, or None if a turn has none. The set of an unsampled token is {token}."""
+    """Return the set that each token of `completion` was drawn from; {token} if not sampled. None if a turn has no sets."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
@@ -116,7 +116,7 @@ def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]
 
 
 def _values(turns: Sequence[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
-    """Return the token values of a completion (0 for tokens that were not sampled), or None if none were recorded."""
+    """Return the token values of a row's completion, with 0 for unsampled tokens; None if no values were recorded."""
     if turns[0].generated_values is None:
         return None
     start, end = len(turns[0].prompt_tokens), turns[-1].total_length
@@ -154,7 +154,7 @@ class EpisodeBatch(RolloutBatch):
     """
 
     episodes: tuple[Episode, ...]
-    """The E episodes; their `turns` are the requests as sampled."""
+    """The E episodes. The `turns` of an episode are its sampled completions, each as a request with its whole prompt."""
 
     episode_ids: Tensor
     """int64 [N]: index of the row's episode in `episodes`. `advantages[episode_ids]` expands advantages [E] to rows [N]."""
@@ -171,7 +171,7 @@ class EpisodeBatch(RolloutBatch):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> EpisodeBatch:
-        """Build the tensors of finished episodes.
+        """Build a batch from finished episodes.
 
         Args:
             episodes: finished episodes, with the episodes of a group next to each other.

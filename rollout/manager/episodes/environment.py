@@ -53,14 +53,14 @@ class BrokenEnvironmentError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTask:
-    """A task with the environment that plays it."""
+    """A task for `run`, together with the environment in which its episodes are played."""
 
     environment: EnvironmentFactory | Play
     task: Any
 
 
 def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: int) -> Play:
-    """Return a coroutine function that plays an episode in `environment`; `TypeError` if it cannot be played."""
+    """Return a coroutine function that plays an episode in `environment`; raise `TypeError` if it is not an environment."""
     name = getattr(environment, "__qualname__", type(environment).__qualname__)
     if _is_play(environment):
         check_call(f"environment={name}", environment, 1, "write `async def play(episode): ... return reward`")
@@ -93,7 +93,7 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
 
 
 def check_call(what: str, function: Any, arguments: int, cure: str) -> None:
-    """Raise `TypeError` if a callable, as far as its signature can be read, does not take this many arguments."""
+    """Raise `TypeError` with `what` and `cure` if `function` has a signature that rejects this number of `arguments`."""
     with suppress(ValueError):
         signature = inspect.signature(function)
         try:
@@ -151,7 +151,7 @@ def _tokens(observation: str | Sequence[int], tokenizer: Any) -> Sequence[int]:
 
 
 async def called(method: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `method(*args)`: await it if it is a coroutine function, otherwise run it on a thread."""
+    """Return the result of `method(*args)`: await it if it is a coroutine function, otherwise run it on a pool thread."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)
     result = await asyncio.to_thread(method, *args)

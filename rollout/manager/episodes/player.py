@@ -1,7 +1,7 @@
 """The player of episode groups. Environments run on an event loop; the thread that steps the engine computes completions.
 
     loop thread       coroutines of the environments: await tools, await episode.sample()
-    stepping thread   starts groups, makes steps, checks deadlines, returns groups
+    stepping thread   starts groups, runs steps, checks deadlines, returns groups
 
 Always true: every started episode finishes once, with a reward or an error. Its failure does not affect other episodes.
 After that, an environment cannot change its episode.
@@ -79,7 +79,7 @@ class EpisodePlayer:
     # --- methods for the stepping thread --------------------------------------------------------------------------
 
     def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
-        """Start n episodes of a task; return the group id. They fail after `timeout_s` seconds of play, unless None."""
+        """Start n episodes of a task; return the group id. After `timeout_s` seconds of play, unfinished ones fail."""
         number = self.next_number
         self.next_number += 1
         seed = self._seed if params.seed is None else params.seed
@@ -114,12 +114,12 @@ class EpisodePlayer:
                     self._cancel(late)
 
     def take_broken(self) -> BrokenEnvironmentError | None:
-        """Return and clear the error of an environment that cannot be played at all, or return None."""
+        """Return and clear the error of an environment without the required interface; None means that there is no error."""
         broken, self._broken = self._broken, None
         return broken
 
     def stop_clock(self) -> None:
-        """Stop counting time until the next `look_at_the_clock`, because no steps are made."""
+        """Stop counting playing time until the next `look_at_the_clock`: while no steps run, episodes get no completions."""
         self._looked_at = None
 
     def ended(self) -> list[int]:
@@ -141,7 +141,7 @@ class EpisodePlayer:
             self.unfinished.discard(number)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest policy version of its sampled tokens) for unfinished groups with a finished turn."""
+        """Yield (group id, oldest policy version of its sampled tokens) for each unfinished group with a finished turn."""
         for number in list(self.unfinished):
             turns = (turn for episode in self._groups[number] for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
@@ -202,7 +202,7 @@ class EpisodePlayer:
             self._end(episode, reward, None)
 
     def _end(self, episode: Episode, reward: float | None, error: str | None) -> bool:
-        """Finish an episode; return False if it had already finished."""
+        """Finish an episode with a reward or an error; return False if it had already finished."""
         with self._ending:
             if episode.ended:
                 return False

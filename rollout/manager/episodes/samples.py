@@ -26,13 +26,13 @@ class OpenSample:
     tokens: list[int]
     params: SamplingParams
     owner: int | None
-    """The group whose staleness includes the sample's tokens; None if staleness is not tracked."""
+    """The id of the episode group whose staleness includes the sample's tokens; None if staleness is not tracked."""
     future: Future[DynamicInferenceRequest]
     request_id: int | None = None
     """The request's id in the backend; None before the request is queued."""
 
     def end(self, outcome: DynamicInferenceRequest | BaseException) -> None:
-        """Give the finished request or the error to the caller. This has no effect if the caller has cancelled."""
+        """Give the finished request or the error to the caller of `completion`, unless the caller has cancelled."""
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.future.set_exception(outcome)
@@ -68,13 +68,13 @@ class OpenSamples:
         keep: Callable[[DynamicInferenceRequest], None] | None = None,
         owner: int | None = None,
     ) -> DynamicInferenceRequest:
-        """Wait for the completion of a prompt that `check_request` has accepted. Cancelling aborts the request.
+        """Request a completion of a prompt that `check_request` has accepted, and wait for it. Cancelling aborts it.
 
         Args:
             tokens: token ids of the prompt.
             params: parameters with n = 1.
             keep: function that gets the result on the stepping thread, before the caller gets it.
-            owner: group whose staleness includes the completion's tokens; None if staleness is not tracked.
+            owner: id of the episode group whose staleness includes the tokens; None if staleness is not tracked.
 
         Raises:
             RolloutError: the completion failed. The message gives the reason.
@@ -131,7 +131,7 @@ class OpenSamples:
                 backend.abort(sample.request_id)
 
     def take(self, result: DynamicInferenceRequest) -> bool:
-        """Give a finished request to its caller. Return False if no open completion has its id."""
+        """Give a finished request to the caller of `completion`. Return False if no open completion has the request's id."""
         sample = self._queued.pop(result.request_id, None)
         if sample is None:
             return False
@@ -142,5 +142,5 @@ class OpenSamples:
         return True
 
     def owners(self) -> dict[int, int | None]:
-        """Return a dict from request id to owner, for completions that are queued in the backend."""
+        """Return a dict from request id to `OpenSample.owner`, for the completions that are queued in the backend."""
         return {request_id: sample.owner for request_id, sample in self._queued.items()}
