@@ -1,1 +1,1 @@
-"""The model's forward passes over the KV cache: inputs, runner, detection of changes, and trials that verify the model."""
+"""The model's forward passes over the KV cache, the detection of changes to the model, and trial passes that verify it."""

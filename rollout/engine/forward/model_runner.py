@@ -38,17 +38,17 @@ class ModelRunner:
 
     Args:
         module: the module's own forward pass, for every step that no faster forward pass supports.
-        table: the table of active sequences.
+        table: the table of active sequences, one per row.
         adapters: the LoRA adapters that requests may name.
         together: the object that runs each forward pass together with the other ranks, if there are any.
-        constraints: the structured-output constraints of the table's rows.
+        constraints: the structured-output constraints of the sequences in the table.
         exact: whether to run only the fused forward pass, and to compute log-probs with torch's own log-softmax.
 
     Attributes:
         fused: the fused forward pass, which replaces the module's own if it supports the model in its current state. If
             None, `without_fused` gives the reason.
         graphs: the CUDA graphs of decode steps. If None, `without_graphs` gives the reason.
-        runs: the object that makes several decode steps in one call. If None, every call makes one decode step.
+        runs: the object that runs several decode steps in one call. If None, every call runs one decode step.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class ModelRunner:
         self.constraints = constraints
 
     def execute(self, step: ScheduledStep) -> StepTokens:
-        """Run one forward pass and sample one token per sampled row, or make up to `step.ahead` decode steps.
+        """Run one forward pass and sample one token per sampled row, or run up to `step.ahead` decode steps in one call.
 
-        Prompt log-probs of the step's prefill chunks are appended to the sequences that request them.
+        Prompt log-probs are appended to the sequences that request them, for the prompt positions that this step computes.
         """
         # Make the device work below wait for work that callers have queued: it uses blocks, states and images.
         self.order.follow()
@@ -116,7 +116,7 @@ class ModelRunner:
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
-        """Zero and copy KV blocks as `work` requires, then run `forward`. Tensor-parallel ranks must all call this."""
+        """Zero and copy KV blocks as `work` requires, then return `forward`'s logits. All tensor-parallel ranks call this."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -131,7 +131,7 @@ class ModelRunner:
         self._together.zero_blocks(blocks)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
-        """Copy state slots, given as (source, destination). A negative source means zeros. All reads precede all writes."""
+        """Copy recurrent states between slots, as (source, destination), all at once. A negative source means zeros."""
         if moves:
             self.states.move(moves)
 
@@ -171,7 +171,7 @@ class ModelRunner:
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
-        """Return a step's rows with their image masks, and the image inputs for its forward pass, or None without images."""
+        """Return a step's packed rows with image masks added, and its image inputs, which are None if it has no images."""
         pictured = any(each.images.items for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
@@ -192,7 +192,7 @@ class ModelRunner:
             ids: [P], the token ids of the P packed positions.
             rows: the R sequences, with their positions and block tables.
             keep: the packed positions whose logits are needed.
-            states: [R], the state slot of each sequence, unused without recurrent states. If None, the first R slots.
+            states: [R], the slot of each sequence's recurrent state, if the model has such states. None: the first R slots.
             images: the image inputs, or None if the step has no images.
             named: [R], the name of each sequence's adapter, or None if no sequence names an adapter.
         """
@@ -219,10 +219,10 @@ class ModelRunner:
 
 
 class DecodeRuns:
-    """The object that makes several decode steps in one call, without the scheduler in between.
+    """The object that runs several decode steps in one call, without calling the scheduler between them.
 
     Args:
-        asked: a flag that stops a series of steps early when it is not 0; see `FusedForward.decode`.
+        asked: a flag that stops the steps of a call early once it is not 0; see `FusedForward.decode`.
     """
 
     def __init__(self, forward: FusedForward, runner: ModelRunner, asked: ctypes.c_int32) -> None:
@@ -231,10 +231,10 @@ class DecodeRuns:
         self._asked = asked
 
     def serves(self, step: ScheduledStep) -> bool:
-        """Return whether the rows of `step` can make several decode steps without the scheduler in between.
+        """Return whether `run` can run several decode steps for the rows of `step`.
 
-        All rows must be decodes, without named adapters and without images that shift later positions. Their tokens must be
-        drawn from the logits divided by the temperature, without other edits, and return nothing but the token's log-prob.
+        All rows must be decoding, without named adapters and without images that shift later positions. Tokens must be drawn
+        from the logits divided by the temperature, without other edits, and no results but their log-probs be requested.
         """
         runner, rows = self._runner, step.rows
         table, installation = runner.table, runner.installation
@@ -243,8 +243,8 @@ class DecodeRuns:
         if table.position_shift[rows].any() or runner.adapters.of(rows) is not None:
             return False
         if runner.layout.states and not table.plain[rows].all():
-            # Do not run ahead with recurrent states and text. If a stop string finished a row within the series, the row's
-            # state would be ahead of its tokens.
+            # Do not run ahead if the model has recurrent states and Python checks the text of a row for stop strings: the
+            # check follows all steps, so the state of a finished row would include tokens after the stop string.
             return False
         if runner.constraints.constrains(rows):
             return False
@@ -257,7 +257,7 @@ class DecodeRuns:
             return self._forward.ready(installation.module_epoch)
 
     def run(self, step: ScheduledStep) -> StepTokens:
-        """Make up to `step.ahead` decode steps. Call this only if `serves` returned True."""
+        """Run up to `step.ahead` decode steps and return their tokens. Call this only if `serves` returned True."""
         runner, table, rows = self._runner, self._runner.table, step.rows
         ids, packed = pack(step, table)
         if step.copies:
@@ -273,8 +273,8 @@ class DecodeRuns:
             if runner.values.width:
                 values = runner.values.take(np.arange(tokens.size))
         if np.isnan(logprobs).any():
-            # Clear the KV slots of steps whose log-prob is NaN, because these slots may contain NaN. A kernel may multiply
-            # them by zero, and 0 * NaN is NaN.
+            # Zero the KV slots of steps whose log-prob is NaN, because they may contain NaN. Kernels may multiply masked
+            # slots by zero, and 0 * NaN is NaN.
             row, made = np.nonzero(np.isnan(logprobs))
             at, size = step.starts[row] + made, table.block_size
             runner.cache.zero_slots(packed.tables[row, at // size] * size + at % size)

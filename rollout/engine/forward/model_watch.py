@@ -58,7 +58,7 @@ class ModelWatch:
 
     Args:
         layout: the model's layout when the engine was built.
-        installation: the counter of the module epoch, which rises whenever the caller may have changed the module.
+        installation: the object that counts the module epoch, which rises whenever the caller may have changed the module.
         autocast: the autocast dtype of the engine's forward passes. If None, the caller's autocast applies.
     """
 
@@ -91,22 +91,22 @@ class ModelWatch:
         return self._precision(), self.modules()
 
     def modules(self) -> Hashable:
-        """Return the part of the key that describes the modules. Scan them again if a caller may have changed them."""
+        """Return the part of the forward key that describes the modules. Rescan them if a caller may have changed them."""
         if (epoch := self._installation.module_epoch) != self._module_epoch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # Return the previous key if the new one is equal, so that each step's comparison is only an identity check.
+            # Keep the previous object if the new key equals it: every step compares keys, and identical objects are fast.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
     def changed_settings(self) -> str:
-        """Return the names of values in the config and the attention layers that have changed and may affect masks."""
+        """List, separated by commas, the changed settings of the config and the attention layers that may affect masks."""
         before, now = self._settings, self._mask_settings()
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
     def masks_changed(self, max_sequence_length: int | None) -> bool:
-        """Return whether the masks differ from the layout's masks. Inspect the model only if settings have changed.
+        """Return whether the model's masks differ from `layout`'s. Inspect the model only if settings have changed.
 
         Raises:
             UnsupportedModelError: the changed attention layers need a feature that the engine does not support.
@@ -141,7 +141,7 @@ class ModelWatch:
 
 
 class _Scan:
-    """One scan of a model's modules. `foreign` is True if the scan has found foreign code."""
+    """One scan of a model's modules. `foreign` is True if the scan has found foreign code (see `FAMILIAR`)."""
 
     def __init__(self, contents: _Contents) -> None:
         self.foreign = False
@@ -151,7 +151,7 @@ class _Scan:
         self._configs: dict[int, PreTrainedConfig] = {}
 
     def model(self, model: nn.Module) -> Hashable:
-        """Return the part of the key that describes the modules of `model`."""
+        """Return the part of the forward key that describes the modules of `model`, their code and their configurations."""
         modules = tuple(map(self._module, _modules_of(model)))
         configs = tuple(map(self._config, list(self._configs.values())))
         for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
@@ -185,7 +185,7 @@ class _Scan:
         return tuple((name, self.frozen(value)) for name, value in vars(config).items() if name not in _ARGUMENTS)
 
     def frozen(self, value: Any) -> Hashable:
-        """Return a hashable form of `value` for the key, or None for an object that is not compared."""
+        """Return a hashable form of `value` for the forward key, or None for an object that the key leaves out."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
@@ -201,7 +201,7 @@ class _Scan:
         return self._take(value) if callable(value) else None
 
     def _take(self, function: Any) -> Hashable:
-        """Record the code that calling `function` runs: the function itself and the functions in its file that it calls."""
+        """Record a function and the functions in its file that it calls. Return the function's form for the forward key."""
         same = function if isinstance(function, _FUNCTIONS) else _Same(function)
         while isinstance(function, MethodType | partial):
             function = function.func if isinstance(function, partial) else function.__func__
@@ -236,7 +236,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Return the key of a tensor: its content if the tensor is small, else an object that is new after every write."""
+        """Return a tensor's form for the forward key: its content if small, else an object that every write replaces."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

@@ -32,7 +32,7 @@ from rollout.engine.multimodal.vision import Vision
 from rollout.engine.sampling.token_values import TokenValues
 
 VERIFY_TOKENS = 12
-"""The number of tokens in the short verification of a model."""
+"""The number of tokens in the short sequence with which every model is verified."""
 
 
 class ModuleForward:
@@ -42,7 +42,7 @@ class ModuleForward:
         vision: the model's image support, which prepares the inputs of steps with images.
         values: the user's value function, which reads the hidden states of sampled tokens.
         states: the pool of recurrent states.
-        routers: the routers whose chosen experts are recorded in the cache. If None, no routes are recorded.
+        routers: the routers, whose chosen experts are recorded in the cache. If None, the choices are not recorded.
 
     Attributes:
         library: the C++ kernels, or None if the model is not on a CPU or the kernels cannot be compiled.
@@ -110,8 +110,8 @@ class ModuleForward:
     ) -> Tensor:
         """Compute logits [B, len(keep), V] for B rows of L token ids each, at columns `keep` of every row.
 
-        `rows` describes the same positions. `states` are their recurrent states, `images` their image inputs, if any. If
-        `keep` is empty, the result has the logits of the last column, [B, 1, V].
+        `rows` has the positions and block tables of these B * L tokens, `images` their image inputs, and `states` the
+        recurrent states of the B rows. If `keep` is empty, the result has the logits of the last column, [B, 1, V].
         """
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
@@ -148,13 +148,13 @@ class ModuleForward:
         return logits
 
     def release(self) -> None:
-        """Free buffers, which the next step allocates again."""
+        """Free the buffers of the Triton kernels. The next step allocates them again."""
         if self.paged is not None:
             self.paged.clear()
 
     @property
     def without_library(self) -> str:
-        """The reason why `library` is None."""
+        """The reason why there is no `library`."""
         on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 

@@ -45,7 +45,7 @@ def sample_step(
     *,
     exact: bool,
 ) -> StepTokens:
-    """Draw one token for each of the R sampled rows of a step, from logits [R, V]. `values` is copied to the result."""
+    """Draw one token for each of the R sampled rows of a step, from logits [R, V]. The result includes `values` as it is."""
     rows = step.sampled_rows
     params = sampling.select(rows)
     length = table.length[rows]

@@ -33,12 +33,12 @@ FOREIGN_TOKENS = 4096
 
 
 def verify_model(runner: ModelRunner, room: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-    """Compare chunked forward passes over the paged KV cache with the model's own forward pass, with equal expert choices.
+    """Compare the logits of chunked forward passes over the paged KV cache with those of the model's own forward pass.
 
-    The comparison detects layers that pass state between positions outside of attention. On a GPU it also detects wrong
-    kernels and CUDA graphs, because the last token is a decode step. If the logits of CUDA graphs or of the fused forward
-    pass differ, that faster path is no longer used. If attention or rotary positions are not transformers' own, errors may
-    show only in a long sequence, so a long sequence is compared too.
+    The comparison detects layers that pass state between positions outside of attention. On a GPU the last chunk is a decode
+    step, so that errors in decode kernels and CUDA graphs are detected too. If the logits of CUDA graphs or of the fused
+    forward pass differ, that faster path is no longer used. If attention or rotary positions are not transformers' own,
+    errors may show only in a long sequence, so a long sequence is compared too.
 
     Args:
         runner: the runner of the forward passes.
@@ -167,7 +167,7 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
-    """Open a block in which the runner's attribute named `lane` (`graphs` or `fused`) is None. Yield its old value."""
+    """Set the runner's attribute `lane` (`graphs` or `fused`) to None inside the `with` block. Yield its old value."""
     faster = getattr(runner, lane)
     setattr(runner, lane, None)
     try:
@@ -178,7 +178,7 @@ def _without(runner: ModelRunner, lane: str) -> Iterator[Any]:
 
 @contextmanager
 def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
-    """Open a block in which the routers' choices, which are the results of `topk` calls, are appended to `chosen`."""
+    """Append the experts that the routers choose inside the `with` block to `chosen`, one tensor per router call."""
     fused = runner.fused if runner.why_not_fused() is None else None
 
     def keep(scores: Tensor, live: Tensor) -> None:
@@ -198,7 +198,7 @@ def _recorded(runner: ModelRunner, chosen: list[Tensor]) -> Iterator[None]:
 
 
 class _Replayed(Topk):
-    """A context manager that replaces the routers' choices in one forward pass by given choices.
+    """A context manager in which the routers choose the experts in `given` during one forward pass.
 
     Args:
         given: the experts [rows, k] of each choice, in order. If a choice is None or of another shape, the router chooses.

@@ -48,17 +48,15 @@ class Family:
     norms: tuple[str | None, str | None, str | None, str | None] = (
         "input_layernorm", None, "post_attention_layernorm", None,
     )  # fmt: skip
-    """The norms before and after attention, and before and after the MLP, or None for a norm that the family lacks.
-
-    The residual connections join after the second and after the fourth norm.
-    """
+    """The norms before and after attention, and before and after the MLP; None for a norm that the family lacks. Residual
+    connections join after the second and after the fourth norm."""
     norm: NormKind = NormKind.RMS
     query_norm: Literal["none", "head", "whole"] = "none"
     """The normalisation of queries and keys: none, each head by itself (`head`), or all heads together (`whole`)."""
     gated_attention: bool = False
     """Whether the query projection also computes, for each head, a gate that multiplies the head's output."""
     delta: Literal["none", "split", "interleaved"] = "none"
-    """The packing of projections in layers with a gated delta rule instead of attention; `none` without such layers."""
+    """The packing of the projections of gated delta rule layers, which replace attention; `none` without such layers."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False

@@ -1,4 +1,4 @@
-"""The parameter addresses for the fused forward pass, and the checks that a model computes the same as its family."""
+"""The parameter addresses for the fused forward pass, and checks that a model computes what its family's entry says."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Bound:
         return family
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Return the addresses and sizes of both pools, which determine the address of every layer's part of a pool."""
+        """Return the addresses and sizes of the KV cache and the state pool, which fix the address of each layer's part."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
         if self._states is None:
             return found

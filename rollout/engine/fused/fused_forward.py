@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class FusedForward:
-    """The C++ forward pass of one model. It replaces the module's own while the module's code is transformers' original.
+    """The C++ forward pass of one model, which replaces the module's own as long as the module's code is original.
 
     Args:
         cache: the KV cache, read and written by every step.
@@ -79,7 +79,7 @@ class FusedForward:
         return self._given_up or self._why or bypassed(self._layout.device) or ""
 
     def give_up(self, why: str) -> None:
-        """Stop using this forward pass for good, for the reason `why`, and log a warning."""
+        """Make `ready` return False from now on, and log a warning with the reason `why`."""
         self._given_up = why
         _log.warning("%s runs its own forward: %s; please report it", type(self._model).__name__, why)
 
@@ -196,13 +196,13 @@ class FusedForward:
         ), (slots, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
-        """Allocate a tensor [steps, kept positions, hidden size] for the inputs of the LM head, empty if not needed."""
+        """Allocate a tensor [steps, kept positions, hidden size] for the head's inputs; empty if no values are computed."""
         hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
         step.hidden = hidden.data_ptr() if self.values.wanted else None
         return hidden
 
     def release(self) -> None:
-        """Free the buffers, which the next step allocates again."""
+        """Free the workspace and the logits. The next step allocates them again."""
         self._workspace = self._logits = torch.empty(0, device="cpu")
 
     def _bind(self) -> None:

@@ -34,7 +34,7 @@ class Parts:
     Attributes:
         epsilons: the epsilons of all norms read so far.
         activations: the activation functions of all MLPs read so far.
-        ranks: a 0, followed by the ranks of all adapters read so far.
+        ranks: 0 (so that a maximum exists without adapters), followed by the ranks of all adapters read so far.
     """
 
     def __init__(self, checks: Checks, family: Family, dtype: torch.dtype, *, exact: bool) -> None:
@@ -89,7 +89,7 @@ class Parts:
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """Read the projections with `sizes` outputs that one module packs. Without `sizes`, it is a single projection.
+        """Read the projections with `sizes` outputs that one module packs. Without `sizes`, read it as one projection.
 
         If `lora` is False, an active adapter raises `Unfusable`.
         """

@@ -35,7 +35,7 @@ class CpuPagedAttention:
 
     Args:
         library: the C++ library; see `cpu_library.load`.
-        rows: the step's positions.
+        rows: the step's positions and block tables.
         fallback: attention for inputs that the kernel does not support (see `serves`).
     """
 

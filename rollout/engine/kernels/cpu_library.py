@@ -143,7 +143,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
 
 
 def _processor() -> str:
-    """Return a text that identifies the processor's instruction set, because the library may use all of it."""
+    """Return a text that identifies the processor's instruction set, all of which the compiled library may use."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

@@ -20,10 +20,8 @@ class PagedRows:
     """The block tables, [R, width], contiguous in memory; entries beyond a sequence's last position are never read."""
     block_size: int
     seen: NDArray[np.int64] | None = None
-    """The last position that each position attends to, [P], for steps with images that attend in both directions.
-
-    If None, each position attends to all positions up to its own.
-    """
+    """The last position that each position attends to, [P], for steps with images that attend in both directions. If None,
+    each position attends to all positions up to its own."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -39,7 +37,7 @@ class PagedRows:
         return self.positions[self.offsets[1:] - 1] + 1
 
     def select(self, entries: NDArray[np.int64]) -> tuple[PagedRows, NDArray[np.int64]]:
-        """Return the rows of some of the sequences, and the indices of their packed positions.
+        """Return the packed rows of some sequences, and the index of each of their positions in the original packing.
 
         Args:
             entries: indices of the sequences, ascending.

@@ -52,10 +52,8 @@ class Rules(TypedDict, total=False):
     softcap: float | None
     """The cap of scores, which become softcap * tanh(scores / softcap) (arXiv 2408.00118); by default no cap."""
     sinks: Tensor | None
-    """The attention sinks, one unscaled score per query head, [H] (arXiv 2309.17453). None, the default, means no sinks.
-
-    A sink is one more score in the softmax, without a value.
-    """
+    """The attention sinks, one unscaled score per query head, [H] (arXiv 2309.17453). A sink is one more score in the
+    softmax, without a value. None, the default, means no sinks."""
 
 
 class PagedAttention(Protocol):
@@ -111,7 +109,7 @@ class TorchPagedAttention:
     """The `PagedAttention` of one step in plain torch.
 
     Args:
-        rows: the step's positions.
+        rows: the step's positions and block tables.
         device: device of the KV cache.
     """
 

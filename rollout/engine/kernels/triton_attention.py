@@ -25,7 +25,7 @@ class TritonPagedAttention:
 
     Args:
         paged: the kernels.
-        rows: the step's positions. The leading sequences with one position each are *decoding*; all later ones are chunks.
+        rows: the step's sequences. The leading sequences with one position each are *decoding*; all later ones are chunks.
         device: device of the KV cache.
         fallback: attention for inputs that the kernels do not support (see `serves`).
     """
@@ -70,7 +70,7 @@ class TritonPagedAttention:
 
 
 def table_columns(tokens: int, block_size: int) -> int:
-    """Return the number of block table columns for sequences of up to `tokens` tokens."""
+    """Return the number of block table columns, a multiple of `TABLE_STEP`, for sequences of up to `tokens` tokens."""
     return -(-tokens // (block_size * TABLE_STEP)) * TABLE_STEP
 
 

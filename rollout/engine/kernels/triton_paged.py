@@ -200,7 +200,8 @@ class TritonPaged:
         self._buffers.clear()
 
     def _workspace(self, slots: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Return float32 [slots, H, Dv] and [slots, H]. Keep outgrown buffers: captured graphs still use them.
+        """Return float32 buffers for the outputs [slots, H, Dv] and the log-sum-exps [slots, H] of key parts."""
+        # Keep the buffers that have become too small: captured CUDA graphs still use them.
         count = slots * heads
         if not self._buffers or self._buffers[-1].numel() < count * (value_dim + 1):
             size = max(count * (value_dim + 1), 2 * self._buffers[-1].numel() if self._buffers else 0)
@@ -226,7 +227,8 @@ class _Call:
 
     @property
     def scale(self) -> float:
-        # Include log2(e), because the hardware has exp2, not exp. With a softcap, include the 2 in tanh's exp(2x) too.
+        # Include log2(e), because the kernels compute exp(x) as exp2(x * log2(e)). With a softcap, scores first pass
+        # through tanh, which is computed from exp(2x), so also include the 2 and divide by the cap.
         return self.rules["scaling"] * _LOG2_E * 2.0 / (self.rules.get("softcap") or 2.0)
 
     @property

@@ -190,7 +190,7 @@ class LoraAdapters:
         self._loaded[name] = read_adapter(self._model, folder)
 
     def unload(self, name: str) -> None:
-        """Remove an adapter that no sequence uses any more. Do nothing if no adapter of this name is loaded."""
+        """Remove the adapter `name`, which no sequence may use any more. Do nothing if it is not loaded."""
         self._loaded.pop(name, None)
 
     def num_layers(self, name: str) -> int:
@@ -255,7 +255,7 @@ class LoraAdapters:
 
     @contextmanager
     def _acting(self, named: NDArray[np.str_]) -> Iterator[None]:
-        """Apply each packed position's adapter in forward passes inside the block.
+        """Apply each packed position's adapter in forward passes inside the `with` block.
 
         Args:
             named: name of each position's adapter, [P].

@@ -112,7 +112,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the attention function that `module` calls for an implementation, looked up as in the file of its class."""
+    """Return the function that `module` calls for an attention implementation, as the file of its class looks it up."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -130,7 +130,7 @@ def forward_with(batch: AttentionBatch, model: nn.Module, **inputs: Any) -> Any:
 
 @contextmanager
 def carried(batch: AttentionBatch) -> Iterator[None]:
-    """Pass the batch to this thread's forward passes inside the block, even if layers drop keyword arguments."""
+    """Pass `batch` to this thread's forward passes inside the `with` block, even if layers drop keyword arguments."""
     token = _carried.set(batch)
     try:
         yield
@@ -177,10 +177,10 @@ class PagedBatch:
 
 
 class Installation:
-    """Prepares the trainer's model for the engine's forward passes. A `with` block may span many passes and may be nested.
+    """A context manager that prepares the trainer's model for the engine's forward passes.
 
-    Between two forward passes the model is as the trainer left it. Other threads, and the trainer's code inside the block
-    (such as a reward function), can use the model as usual.
+    A `with` block may contain many passes and may be nested. Between two passes the model is as the trainer left it. Other
+    threads, and the trainer's code inside the block (such as a reward function), can use the model as usual.
 
     Args:
         autocast: autocast dtype of the forward passes; if None, the caller's autocast setting applies.
@@ -226,7 +226,7 @@ class Installation:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Disable gradients and apply the engine's autocast inside the block, on this thread."""
+        """Disable gradients and apply the engine's autocast inside the `with` block, on this thread."""
         with self, torch.no_grad():
             if self._autocast is None:
                 yield
@@ -302,7 +302,7 @@ _TOWERS = ("vision_config", "audio_config")
 
 @contextmanager
 def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode inside the block, except for bitsandbytes' 4-bit layers."""
+    """Put modules into eval mode inside the `with` block, except for bitsandbytes' 4-bit layers."""
     # Leave 4-bit layers in training mode: in eval mode bitsandbytes permanently repacks their weights on some CPUs, and
     # a packed layer has no gradient.
     training = [module for module in modules if module.training and type(module).__name__ != "Linear4bit"]

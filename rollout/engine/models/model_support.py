@@ -84,7 +84,7 @@ class ModelLayout:
 
     @property
     def masks(self) -> tuple[object, ...]:
-        """The windows of all layers and masks. If two layouts have equal `masks`, queries attend to the same keys."""
+        """The attention windows of all layers. If two layouts have equal `masks`, their queries attend to the same keys."""
         return self.layer_of, self.mask_windows, [call.window for call in self.calls]
 
 
@@ -192,7 +192,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     shapes = () if states is None else states.shapes
     whole = output is not None
     if not whole and not recurrent:
-        # The full call failed. Try the token ids alone, which still finds the layers that use the attention interface.
+        # Run with token ids alone: although the model failed with the engine's arguments, this still checks its attention.
         watcher, whole = _watch_ids_alone(model, device)
     names = {module: name for name, module in model.named_modules()}
     if whole:

@@ -32,13 +32,13 @@ class Unfusable(Exception):  # noqa: N818 - not an error: the module's own forwa
 
 
 class Checks:
-    """Checks the parts of one model. The methods raise `Unfusable` for a part that is not original, with the part's name."""
+    """Checks of one model's parts. A method raises `Unfusable`, with the part's name, if the part fails the check."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[object, str]] = set()
 
     def methods(self, kind: type, *names: str) -> None:
-        """Check methods of a class, and the functions that they call from the file that defines them."""
+        """Check that the methods `names` of a class, and the functions that they call from the same file, are original."""
         for name in names:
             if (kind, name) in self._checked:
                 continue
@@ -52,7 +52,7 @@ class Checks:
             self._called(code, module)
 
     def function(self, module: ModuleType, name: str) -> None:
-        """Check a function of a module, and the functions that it calls from the same file."""
+        """Check that the function `name` of a module, and the functions that it calls from the same file, are original."""
         if (module, name) in self._checked:
             return
         self._checked.add((module, name))
@@ -71,7 +71,7 @@ class Checks:
             self._called(code, module)
 
     def plain(self, module: nn.Module, *children: str) -> None:
-        """Check that a module has exactly these children, and run the checks of `unhooked`."""
+        """Check that the names of a module's child modules are exactly `children`, and run the checks of `unhooked`."""
         self.unhooked(module)
         name = type(module).__name__
         require(set(module._modules) == set(children), f"{name} has other parts than {', '.join(children) or 'none'}")
@@ -101,7 +101,7 @@ def require(ok: bool, why: str) -> None:
 
 
 def address(module: nn.Module, name: str, dtype: torch.dtype) -> int:
-    """Return the memory address of a module's parameter `name`, which must be contiguous and have this dtype."""
+    """Return the memory address of the parameter `name`. Raise `Unfusable` unless it is contiguous and has this dtype."""
     parameter = module._parameters.get(name)
     if type(parameter) is not nn.Parameter or parameter.dtype != dtype or not parameter.is_contiguous():
         raise Unfusable(f"a parameter is not a contiguous {dtype} nn.Parameter")

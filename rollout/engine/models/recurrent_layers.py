@@ -18,7 +18,7 @@ WITHOUT_STATE = ("mlp", "moe")
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """The indices of layers with and without a state per sequence. `bool()` is True if some layer keeps a state."""
+    """The indices of a model's layers with and without a state per sequence. It is falsy if no layer keeps a state."""
 
     stateful: frozenset[int]
     """The layers that keep a recurrent or convolutional state."""
@@ -29,7 +29,7 @@ class RecurrentLayers:
 
     @classmethod
     def of(cls, model: nn.Module, config: Any) -> RecurrentLayers:
-        """Return the layers that a text model's configuration describes.
+        """Return the stateful and the stateless layers that a text model's configuration `config` describes.
 
         `stateful` is empty if the installed version of transformers has no cache protocol for stateful layers.
         """
@@ -38,7 +38,7 @@ class RecurrentLayers:
             try:
                 layers = DynamicCache(config=config).layers
             except (KeyError, TypeError, ValueError, AttributeError):
-                # Assume no layers: transformers' own cache does not support this type of layer either.
+                # Assume that no layer is stateful: transformers' own cache does not support this configuration either.
                 layers = ()
         names = getattr(config, "layer_types", None) or ()
         dummies = {index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"}

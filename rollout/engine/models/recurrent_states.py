@@ -81,7 +81,7 @@ class ProbedStates(_NoKV):
 
 
 class StateRows(_NoKV):
-    """The states of the B sequences of one forward pass; call `flush` after the pass.
+    """A cache that gives one forward pass the states of its B sequences. Call `flush` after the pass.
 
     Args:
         pool: the state pool.
@@ -122,7 +122,7 @@ class StateRows(_NoKV):
         return self._row(StateKey(layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def flush(self) -> None:
-        """Write states that were gathered into a copy back into the pool."""
+        """Write the states back into the pool if they are copies; views of the pool are already written."""
         if self._index is not None:
             for key, row in self._rows.items():
                 self._pool.state(key).index_copy_(0, self._index, row)

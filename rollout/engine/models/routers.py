@@ -35,7 +35,7 @@ class Routers:
 
     @contextmanager
     def recorded(self, record: Record) -> Iterator[None]:
-        """Call `record` with the experts that each router chooses inside the block."""
+        """Call `record` with the experts that each router chooses inside the `with` block."""
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
                 stack.callback(module.register_forward_hook(partial(self._chosen, index, record)).remove)
@@ -97,7 +97,7 @@ def _router_classes(modules: Iterable[nn.Module]) -> Iterator[type]:
 
 
 class Topk(TorchFunctionMode):
-    """Makes `topk` inside the block return other indices, together with the router's own scores at these indices.
+    """A context manager that makes `topk` return other indices, together with the router's own scores at these indices.
 
     Args:
         choose: function of the scores and the indices that `topk` found. It returns the indices to use, or None to keep
@@ -118,7 +118,7 @@ class Topk(TorchFunctionMode):
 
 
 class ChosenExperts(Topk):
-    """Replaces a router's choice by given experts. An instance can be entered only once.
+    """A context manager that makes a router choose the given experts. An instance can be entered only once.
 
     Args:
         experts: the experts to use, int64 [P, k]. If a position's entries are negative, the router's own choice applies.

@@ -59,7 +59,7 @@ class RotaryGridFamily(GridFamily):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.core = module_with(model, "get_rope_index")
-        # Require the seconds per time step if the model has an argument for them: it silently assumes one second.
+        # Require the seconds per time step if the model has an argument for them: it would silently assume one second.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.videos = (*self.videos, SECONDS)
 
@@ -79,8 +79,8 @@ class RotaryGridFamily(GridFamily):
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor:
         named = ("image_grid_thw", "video_grid_thw", SECONDS)
         given = {name: images.tensors[name].cpu() for name in named if name in images.tensors}
-        # Add one token, so that the model also computes the position after the last token. A video may extend further
-        # in time than the text after it.
+        # Append a token to get the position that follows the prompt. The last position plus one may be wrong, because a
+        # video may extend further in time than the text after it.
         tokens, kinds = pad(tokens[None], (0, 1)), pad(kinds[None].int(), (0, 1))
         try:
             found: Tensor = self.core.get_rope_index(tokens, mm_token_type_ids=kinds, **given)[0]
@@ -109,7 +109,7 @@ class CropFamily(Family):
 
 
 class TileFamily(Family):
-    """The Idefics 3 and SmolVLM family: an image is several tiles, each a run of placeholders of the same length."""
+    """The Idefics 3 and SmolVLM family: an image is split into tiles, each with the same number of placeholders."""
 
     types = ("idefics3", "smolvlm")
     tiled = True

@@ -133,9 +133,7 @@ class Family(ABC):
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """Return the rotary positions [3, P + 1] of a prompt of P tokens and of the token after it.
-
-        Return None if the positions are the same as in text.
+        """Return the rotary positions [3, P + 1] of P prompt tokens and the next token, or None if they are as in text.
 
         Args:
             tokens: token ids, int64 [P].
@@ -175,7 +173,7 @@ class Family(ABC):
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        """Split a prompt's tensors, whose names have been checked, into items."""
+        """Yield a `Cut` for each item in a prompt's tensors, whose names have been checked."""
 
     def _wrong_shapes(self, tensors: Mapping[str, Tensor], rule: str) -> InvalidRequestError:
         shown = [f"{name} of shape {list(tensors[name].shape)}" for name in self.tensors if name in tensors]

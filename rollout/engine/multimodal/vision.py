@@ -83,7 +83,7 @@ class FeatureCache:
 
 
 class Vision:
-    """Reads, encodes and positions the images of one model's prompts.
+    """The image support of one model: reads and encodes the images in prompts, and computes their positions.
 
     Args:
         cache_bytes: maximum size of cached embeddings, in bytes.

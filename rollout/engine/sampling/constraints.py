@@ -33,7 +33,7 @@ class Allowed:
     """The masks of the constrained rows in a step."""
 
     rows: list[int]
-    """The constrained rows, ascending."""
+    """The indices of the constrained rows among the sampled rows of the step, ascending."""
     bits: Bits
     """The mask of each of these rows."""
     failed: dict[int, str]
@@ -93,7 +93,7 @@ class Constraints:
             self._matchers.pop(slot, None)
 
     def constrains(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether any of these slots is constrained."""
+        """Return whether the completion in any of these slots has a constraint."""
         return bool(self._matchers) and any(slot in self._matchers for slot in slots.tolist())
 
     def allowed(

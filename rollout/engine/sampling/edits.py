@@ -57,7 +57,7 @@ def edited(
 
 
 def removed(allowed: Allowed, start: int, end: int, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the constrained rows in [start, end) and the tokens that they exclude; None if no such row is constrained.
+    """Return the constrained rows in [start, end) and the tokens that their constraints exclude; None without such rows.
 
     The rows are int64 [K], counted from `start`; the excluded tokens are bool [K, V].
     """
@@ -123,7 +123,7 @@ def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -
 
 
 def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
-    """Return empty sets for rows that do not return their kept tokens.
+    """Return the (ids, counts) of rows none of which returns its kept tokens: no ids, and counts of 0.
 
     Args:
         rows: the sampling parameters of the rows.

@@ -1,7 +1,7 @@
-"""Numbers that depend on a single row of a batch: random numbers, and log-probs bit-identical to torch's own log-softmax.
+"""Random numbers and log-probs whose bits do not depend on the other rows of a batch.
 
 A random number depends only on the row's key and position. A sample's random numbers are therefore the same in any batch, on
-any device, and after interruptions.
+any device, and after interruptions. Log-probs have the bits of torch's own log-softmax.
 """
 
 from __future__ import annotations

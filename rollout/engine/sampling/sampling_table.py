@@ -96,7 +96,7 @@ class SamplingRows:
         return len(self._source[0])
 
     def parts(self, size: int) -> list[SamplingRows]:
-        """Split the rows into parts of at most `size` rows."""
+        """Split the rows, in order, into parts of at most `size` rows, and return the parts."""
         if size >= len(self):
             return [self]
         if self._parts[0] != size:
@@ -110,7 +110,7 @@ class SamplingRows:
 
 
 class SamplingTable:
-    """The sampling parameters of every row, on the host.
+    """The sampling parameters of every row of the sequence table, on the host.
 
     `select` uploads the parameters of a step's rows. The upload is reused until the rows or the parameters change.
     """
@@ -124,7 +124,7 @@ class SamplingTable:
         self._scratch = Scratch()
 
     def set(self, row: int, params: SamplingParams, key: int) -> None:
-        """Set the parameters of `row` and the key of its random stream (`stream_key`)."""
+        """Set the parameters of `row` and the key of its random stream, as `stream_key` computes it."""
         capacity = len(self._keys)
         if row >= capacity:
             more = max(16, row + 1, 2 * capacity) - capacity

@@ -73,7 +73,7 @@ class TokenValues:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect hidden states from the forward passes of one step, which run inside the block."""
+        """Collect hidden states from the forward passes of one step, which run inside the `with` block."""
         self._keys, self._hidden, self.wanted = [], [], self._function is not None
         try:
             yield

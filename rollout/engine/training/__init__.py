@@ -1,1 +1,1 @@
-"""Parts of the trainer's forward pass: prefix trees, log-probs read tile by tile, exact mode."""
+"""Changes to the trainer's forward pass: prefix-tree attention, log-probs without stored logits, and exact mode."""

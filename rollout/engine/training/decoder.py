@@ -26,7 +26,7 @@ def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: P
         model: a causal language model that the fused forward pass supports.
         windows: number of last positions that a token attends to in each layer; None means all.
         ids: token ids, int64 [B, T].
-        packing: the real tokens of `ids`.
+        packing: the places of the real tokens in `ids`.
         keep: number of last columns to keep, 0 to keep all columns, or indices of the columns to keep, int64 [K].
     """
     decoder = model.model

@@ -91,7 +91,7 @@ class _ExactForward:
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the same output as the model's own `forward`, but without a cache."""
+        """Return the logits that the model's own `forward` would return, up to rounding, without using a KV cache."""
         if others.pop("return_dict", None) is False:
             others["return_dict=False"] = True
         refused = [name for name, value in others.items() if value is not None and value is not False]

@@ -65,17 +65,17 @@ class LogitReader:
     def read(
         self, rows: Tensor, temperature: float | Tensor, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute E single logits, and W log-sum-exps of logits / temperature over the vocabulary; differentiable.
+        """Compute E logits of given token ids, and W log-sum-exps of logits / temperature over the vocabulary.
 
         Args:
             rows: row of the head's input that predicts each of M tokens, int64 [M].
             temperature: one number for all tokens, or a number per token, [M].
-            tokens: index among the M tokens of each logit to read, int64 [E].
+            tokens: which of the M tokens each logit to read belongs to, int64 [E].
             ids: vocabulary id of each logit to read, int64 [E].
-            whole: indices among the M tokens of the log-sum-exps to compute, int64 [W].
+            whole: which of the M tokens each log-sum-exp to compute belongs to, int64 [W].
 
         Returns:
-            The logits [E] and the log-sum-exps [W], in float32 (or float64 if the hidden states are float64).
+            The logits [E] and log-sum-exps [W], differentiable, in float32 (in float64 if the hidden states are float64).
 
         Raises:
             UnsupportedModelError: the head does not run exactly once, or the model does more with the head's output than
@@ -202,16 +202,16 @@ class _Post(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """The numbers to read from the logits of U hidden states."""
+    """The numbers to read from the logits of the U distinct pairs of a hidden state and a temperature, called states."""
 
     states: Tensor
-    """The index of each hidden state in the head's input, int64 [U]."""
+    """The row of the head's input that contains each state's hidden state, int64 [U]."""
     temperature: Tensor | None
     """The divisor of each state's logits, float64 [U]; None means 1."""
     owners: Tensor
-    """The index among the U states of each single logit, int64 [E]."""
+    """The state (an index below U) from which each of the E logits is read, int64 [E]."""
     ids: Tensor
-    """The vocabulary id of each single logit, int64 [E]."""
+    """The vocabulary id of each of the E logits, int64 [E]."""
     sums: bool
     """Whether to compute the log-sum-exp of each state's logits / temperature."""
     entropy: bool
@@ -220,7 +220,7 @@ class _Asked(NamedTuple):
     """The number of most likely tokens to read per state."""
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the indices of the single logits inside a tile, and their rows and columns within the tile."""
+        """Return which of the E logits are inside a tile (indices below E), and their rows and columns in the tile."""
         row, column = self.owners - rows.start, self.ids - columns.start
         at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
         return at, row[at], column[at]
@@ -306,7 +306,7 @@ class _Columns:
             yield slice(0, count), columns, output.to(_wide(output))
 
     def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add the last tile's contribution to the gradients, given the gradient of the head's output in this tile."""
+        """Add the contribution of the tile yielded last to the gradients, given the gradient of its head output."""
         own = gradient.to(self._states.dtype)
         of_states, of_weight, *of_bias = self.gradients
         if of_states is not None:
@@ -460,7 +460,7 @@ def _add_tile(sums: Tensor, entropies: Tensor | None, rows: slice, logits: Tenso
 
 
 def _keep_best(top: Tensor, top_ids: Tensor, rows: slice, columns: slice, logits: Tensor) -> None:
-    """Merge the most likely tokens of a tile into the most likely tokens of earlier columns."""
+    """Merge a tile's most likely tokens into `top` and `top_ids`, the most likely tokens of the earlier columns."""
     k = top.shape[1]
     found = logits.topk(min(k, logits.shape[1]))
     known = min(k, columns.start)

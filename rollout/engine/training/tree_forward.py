@@ -66,7 +66,7 @@ class _Path:
         return found
 
     def write(self, parts: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Store keys and values from token `start` on. Return the keys and values of all tokens so far."""
+        """Store `parts`, the keys and values from token `start` on. Return the keys and values of all tokens so far."""
         end = start + parts[0].shape[2]
         for kept, part in zip(self._kept, parts, strict=True):
             kept[:, :, start:end] = part
@@ -75,7 +75,7 @@ class _Path:
         return tuple(kept.data[:, :, :end] for kept in self._kept)
 
     def take(self, gradients: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, ...]:
-        """Add gradients of all tokens so far. Return and clear the sums from token `start` on, which are now complete."""
+        """Add gradients for all tokens so far. Return and clear the sums from token `start` on, which are now complete."""
         taken = []
         for kept, gradient in zip(self._gradients, gradients, strict=True):
             end = gradient.shape[2]
@@ -99,12 +99,12 @@ class _Extend(torch.autograd.Function):
 
 
 _paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
-"""The path of each attention module inside `paths_of`."""
+"""The path of each attention module of a model for which a `paths_of` block is open."""
 
 
 @contextmanager
 def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
-    """Make each forward pass of a tree inside the block continue a path, which has room for `capacity` tokens."""
+    """Make forward passes of trees inside the `with` block continue one path, which has room for `capacity` tokens."""
     own = [module for module in model.modules() if module in _layers]
     _paths.update({module: _Path(capacity) for module in own})
     try:

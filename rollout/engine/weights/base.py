@@ -34,7 +34,7 @@ class Weights:
 
     @property
     def spread(self) -> bool:
-        """Whether the weights are spread over the ranks, each of which holds a part."""
+        """Whether the weights are split over several ranks, so that each rank stores only a part of them."""
         return self.collective or self.tensor_parallel_mesh is not None
 
     @property
@@ -46,7 +46,7 @@ class Weights:
         """Gather or copy the current weights into `sampled`, unless the source is `ready` already."""
 
     def release(self) -> None:
-        """Restore `trained` for training, even after an interrupted forward pass. Not collective, and may be repeated."""
+        """Restore `trained` for training, even after an interrupted forward pass. Ranks need not call this together."""
 
     def changed(self) -> None:
         """Drop or invalidate gathered and copied weights, because `trained` has changed."""

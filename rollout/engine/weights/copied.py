@@ -16,7 +16,7 @@ from rollout.errors import UnsupportedModelError
 
 
 class CopiedWeights(Weights):
-    """A second module of the same architecture with its own parameters.
+    """A weight source whose `sampled` is a second module of the same architecture, with its own parameters.
 
     Args:
         source: the source of the trainer's weights, which may be sharded by FSDP2.

@@ -20,7 +20,7 @@ SAMPLES = 64
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
 _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
-"""The (name, dtype, shape, number of samples) of each tensor of one dtype and device, and the bytes of all samples."""
+"""The samples of all tensors of one dtype and device: (name, dtype, shape, number of samples) of each, and the bytes."""
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
@@ -47,7 +47,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
     """Yield the readable parts of a tensor: a plain tensor itself, or the tensors inside a wrapper subclass.
 
-    Quantised tensors, for example, are subclasses. An unreadable subclass is replaced by its Python id and version counter.
+    Quantised tensors, for example, are subclasses. A tensor of id() and version counter replaces an unreadable subclass.
     """
     wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
@@ -65,7 +65,7 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """Yield the name and at most `SAMPLES` elements of each tensor, as a view if possible. `turn` selects the elements."""
+    """Yield the name and at most `SAMPLES` elements of each tensor, as a view if possible. Each `turn` selects others."""
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
             continue
@@ -92,7 +92,7 @@ class Fingerprints:
         self._taken: dict[_Kind, _Part] = {}
 
     def take(self) -> None:
-        """Record the current values as the reference."""
+        """Replace the reference by a new sample of the current tensors, which consists of other elements than before."""
         self._turn += 1
         self._taken = self._now()
 
@@ -130,9 +130,9 @@ class Fingerprints:
 
 
 def _joined(rows: list[Named]) -> Tensor:
-    """Concatenate the sampled values of all rows and return their bytes as uint8.
+    """Concatenate the values of all (name, values) pairs and return their bytes as uint8, with -0.0 replaced by 0.0.
 
-    -0.0 is replaced by 0.0, because an update by zero can turn -0.0 into 0.0, and must not count as a change.
+    An update by zero can turn -0.0 into 0.0, and must not count as a change.
     """
     data = torch.cat([values for _, values in rows])
     if data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

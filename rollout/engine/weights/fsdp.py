@@ -21,7 +21,7 @@ from rollout.errors import UnsupportedModelError
 
 
 class ShardedWeights(GatheredWeights):
-    """FSDP2 weights. `gather` unshards each unit of `fully_shard`, which stays unsharded until `release`.
+    """FSDP2 weights. `gather` unshards every module to which `fully_shard` was applied, until `release` reshards it.
 
     While gathered, the weights take the memory of the shards and of one whole model in the dtype of the mixed-precision
     policy. `state_dict` always returns the shards. A parameter that tensor parallelism also splits keeps that split.
@@ -129,7 +129,7 @@ def reshard(unit: Any) -> None:
 
 
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
-    """Make `state_dict` and `load_state_dict` use the shards, but not free the gathered weights as FSDP2's hooks do."""
+    """Keep gathered weights when `state_dict` or `load_state_dict` uses the shards; FSDP2's own hooks would free them."""
 
     def show_shards() -> None:
         for each in group.fsdp_params:

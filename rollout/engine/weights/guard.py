@@ -18,11 +18,11 @@ ANNOUNCE = (
     "call attach(optimizer, manager) of trainer_hooks.optimizer once, which announces every step, or "
     "manager.weights_updated() after each change"
 )
-"""The advice in messages on how a trainer announces that the weights have changed."""
+"""The part of error messages that says how a trainer announces that the weights have changed."""
 
 
 class WeightsGuard:
-    """The weights of one engine: their source, and the fingerprints of the last announced version.
+    """The weights of one engine: their source, and fingerprints (a sample of every tensor) of the last announced version.
 
     Args:
         given: the model that the trainer passed, perhaps wrapped.
@@ -81,7 +81,7 @@ class WeightsGuard:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather the weights, so that steps can run inside the block. If they are sharded, every rank must enter it."""
+        """Gather the weights, so that steps can run in the `with` block. If they are sharded, every rank must enter it."""
         if self.source.collective and self.source.ready:
             yield
             return

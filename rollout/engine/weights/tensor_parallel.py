@@ -101,6 +101,6 @@ def _unserved(model: nn.Module, why: str) -> UnsupportedModelError:
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:
-    """Return the sizes of the named dimensions of a transformers mesh; empty if transformers did not split the model."""
+    """Return the size of each named dimension of the manager's `mesh`; empty if transformers did not split the model."""
     found = getattr(manager, mesh, None)
     return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
