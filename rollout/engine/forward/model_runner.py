@@ -84,7 +84,7 @@ class ModelRunner:
 
         Prompt log-probs are appended to the sequences that request them, for the prompt positions that this step computes.
         """
-        # Make the device work below wait for work that callers have queued: it uses blocks, states and images.
+        # Wait for callers' device work now: `compute` does so only after states were moved and images encoded.
         self.order.follow()
         self.move_states(step.state_moves)
         if step.ahead and self.runs is not None:
@@ -116,7 +116,7 @@ class ModelRunner:
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
-        """Zero and copy KV blocks as `work` requires, then return `forward`'s logits. All tensor-parallel ranks call this."""
+        """Zero and copy KV blocks as in `work`, then return `forward`'s logits. Tensor-parallel ranks all call this."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)

@@ -77,7 +77,7 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Return the active adapters. Raises: see `variant_of`."""
+        """Return the key of the active adapters that `variant_of` computes. The same exceptions are raised."""
         return variant_of(self.adapted_layers())
 
     def adapted_layers(self) -> list[Any]:

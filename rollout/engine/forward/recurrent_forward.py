@@ -26,7 +26,7 @@ class LengthGroup:
     positions: IntArray
     """[B, L], the packed positions that this forward pass computes."""
     rows: PagedRows
-    """The packed rows of `positions`."""
+    """The sequences of this batch, with their positions and block tables."""
     columns: IntArray
     """[C], at least one: the columns of the batch whose logits are computed."""
     places: IntArray

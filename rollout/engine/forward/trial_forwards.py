@@ -128,7 +128,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     paged = paged_logits(runner, tokens, *cuts, routes=chunks)
     if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    # If a router chose different numbers of experts in different chunks, do not replay its choices, and let it choose.
+    # Let a router choose by itself if it chose different numbers of experts in different chunks: they cannot be joined.
     joined = [
         torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
     ]

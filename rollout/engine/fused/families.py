@@ -13,7 +13,7 @@ from rollout.engine.kernels.cpu_forward import NormKind, RotaryKind
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a family's modules and classes. A class name is appended to `Family.name`."""
+    """The names of a family's modules, and of its classes without the prefix `Family.name`."""
 
     causal_lm: str = "ForCausalLM"
     """The class of the whole model."""
@@ -40,7 +40,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of the layers of one family of decoders."""
+    """The structure and the options of one family of decoders."""
 
     name: str
     """The prefix that the family's class names share, such as "Llama"."""
@@ -71,7 +71,7 @@ class Family:
     """Whether each layer type has its own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """The object with a layer's `sliding_window`: its configuration or its attention module; `none` without windows."""
+    """The object whose `sliding_window` is a layer's window: configuration or attention module; `none` without windows."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())

@@ -64,7 +64,7 @@ class FusedForward:
         self.record: Record | None = None
         """A function that receives each router's choices in every forward pass. If None, they are not recorded."""
         self.values = TokenValues(model, None)
-        """The user's value function, with the hidden states to pass to that function."""
+        """The collector of the hidden states from which the user's value function computes values of tokens."""
 
     def ready(self, module_epoch: int) -> bool:
         """Return whether `run` can compute the model in its current state. For `module_epoch`, see `Installation`."""

@@ -72,7 +72,7 @@ class CpuPagedAttention:
 
 
 def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Return whether tensors are contiguous, all float32 or all bfloat16, and have at most `MAX_GROUP` heads per KV head."""
+    """Return whether the kernel supports the inputs: contiguous, float32 or bfloat16, at most `MAX_GROUP` heads per KV."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype == value_cache.dtype

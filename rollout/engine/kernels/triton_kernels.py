@@ -153,7 +153,7 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Compute the attention of up to `tokens` queries of a chunk. Grid: tiles x KV heads. Surplus tiles do nothing."""
+    """Compute the attention of a tile of up to `tokens` queries of a chunk, for one KV head. Surplus tiles do nothing."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     # Find the tile's chunk by binary search: the last chunk whose tiles begin at or before this one (see
@@ -324,7 +324,7 @@ def write(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Write K and V of one position into its slot. Grid: P positions."""
+    """Write K and V of one position into the position's slot. The grid has one program for each of the P positions."""
     position = tl.program_id(0).to(tl.int64)
     index = tl.load(write_index + position).to(tl.int64)
     if index < 0:

@@ -60,7 +60,7 @@ Arguments = dict[str, Any]
 
 
 class AttentionBatch(Protocol):
-    """The input of one step that is passed to every attention layer."""
+    """The object that every attention layer receives in one forward pass, and that computes the layer's attention."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments

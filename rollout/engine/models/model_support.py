@@ -37,7 +37,7 @@ HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
      "logits_to_keep", "output_router_logits"}
 )  # fmt: skip
-"""The attention arguments that the engine may ignore."""
+"""The arguments of attention functions that the engine ignores, because they do not change the attention."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """The types of attention layers that the engine supports."""
 PROBE_TOKENS = 4

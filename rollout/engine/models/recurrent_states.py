@@ -44,11 +44,11 @@ class _NoKV(Cache):  # type: ignore[misc]
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the states [B, channels, kernel size] of B sequences, writable in place, or None if there are none."""
+        """Return a layer's convolution states [B, channels, kernel size], writable in place; None if there are none."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the states [B, heads, ...] of B sequences, writable in place, or None if there are none."""
+        """Return a layer's recurrent states [B, heads, ...] of B sequences, writable in place; None if there are none."""
         return None
 
 
@@ -61,7 +61,7 @@ class ProbedStates(_NoKV):
 
     @property
     def shapes(self) -> tuple[StateShape, ...]:
-        """The shape of each state, in layer order."""
+        """The shape and dtype of each recorded state, in layer order."""
         return tuple(self._found.values())
 
     def update_conv_state(

@@ -51,7 +51,7 @@ class GridFamily(Family):
 
 
 class RotaryGridFamily(GridFamily):
-    """The Qwen-VL family: as in Muse Glimmer, but with rotary positions in time, height and width."""
+    """The Qwen-VL family: tensors as in the Muse Glimmer family, and rotary positions in time, height and width."""
 
     types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     token_types = "mm_token_type_ids"
@@ -93,7 +93,7 @@ class RotaryGridFamily(GridFamily):
 
 
 class CropFamily(Family):
-    """The Gemma 3 family: each run of placeholders is a square crop, whose positions attend to each other both ways."""
+    """The Gemma 3 family: images are square crops. The placeholders of a crop attend to each other in both directions."""
 
     types = ("gemma3",)
     token_types = "token_type_ids"

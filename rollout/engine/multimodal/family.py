@@ -155,7 +155,7 @@ class Family(ABC):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of all tensors that a prompt may have."""
+        """The names of all image and video tensors that a prompt may contain."""
         return (*self.images, *self.optional, *self.videos)
 
     def _check_names(self, given: Mapping[str, Tensor]) -> None:

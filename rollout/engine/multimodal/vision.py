@@ -62,7 +62,7 @@ class FeatureCache:
         self.reused = 0
 
     def of(self, item: ImageItem) -> Embeddings:
-        """Return the embeddings of an item, from the cache if possible."""
+        """Return the embeddings of an item. If they are not cached, compute and cache them."""
         known = self._kept.get(item.digest)
         if known is not None:
             self._kept.move_to_end(item.digest)
@@ -304,7 +304,7 @@ def _has_split_tower(model: nn.Module) -> bool:
 
 
 def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of each run of consecutive positions."""
+    """Return (start, stop) of each run of consecutive placeholder positions in `places`."""
     if not len(places):
         return ()
     cuts = np.flatnonzero(np.diff(places) > 1) + 1

@@ -30,12 +30,12 @@ Bits = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class Allowed:
-    """The masks of the constrained rows in a step."""
+    """The tokens that the constrained rows of a step may draw next, as masks."""
 
     rows: list[int]
     """The indices of the constrained rows among the sampled rows of the step, ascending."""
     bits: Bits
-    """The mask of each of these rows."""
+    """The mask of each row in `rows`."""
     failed: dict[int, str]
     """The reasons why rows cannot continue under their constraint, by row. Such a row gets no token."""
 

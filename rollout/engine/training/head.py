@@ -239,7 +239,7 @@ class _Asked(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """Everything that is needed to compute the tiles of a head."""
+    """A head in one forward pass, with all that is needed to compute its tiles."""
 
     original: Callable[[Tensor], Tensor]
     """The head's own `forward`."""
@@ -269,7 +269,7 @@ class _Lane(NamedTuple):
         return cls(original, kept, linear, cast, row, (torch.get_rng_state(), *get_device_states(hidden)))
 
     def tiles(self, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool] = ()) -> _Columns | _Rows:
-        """Return an iterable over the tiles of the logits. For `needed`, see `_Columns`."""
+        """Return the tiles of the head's output for the hidden states `states`. `_Columns` documents the arguments."""
         return (_Columns if self.linear else _Rows)(self, states, parameters, needed)
 
 
@@ -322,7 +322,7 @@ class _Columns:
 
 
 class _Rows:
-    """The tiles of any head, with some rows and all columns each. The arguments are as in `_Columns`."""
+    """The tiles of any head. Each tile covers some rows and all columns. `_Columns` documents the arguments."""
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.errors import UnsupportedModelError
 
 SHORTEST = 0.75
-"""The minimum length of a sequence in an attention call, relative to the call's longest one. It bounds the padding."""
+"""The minimum length of a sequence relative to the longest in the same attention call. It limits the padding per call."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ class _Path:
 
 
 class _Extend(torch.autograd.Function):
-    """The autograd function of `_Path.extended`."""
+    """The autograd function that `_Path.extended` applies."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, path: _Path, start: int) -> tuple[Tensor, ...]:

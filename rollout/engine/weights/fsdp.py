@@ -115,7 +115,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def reshard(unit: Any) -> None:
-    """Free a unit's gathered parameters, whatever state a forward or backward pass left the unit in."""
+    """Free a unit's gathered parameters, even if an exception has interrupted a forward or backward pass of the unit."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     # Reset the state by hand: after an interrupted forward pass, reshard() does nothing. The public remedy,

@@ -167,7 +167,7 @@ class WeightsGuard:
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype with this name, such as `torch.float32` for "float32", or None for None."""
+    """Return the torch dtype with this name, such as `torch.float32` for "float32". A `name` of None gives None."""
     return None if name is None else getattr(torch, name)
 
 
