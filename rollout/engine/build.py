@@ -82,7 +82,7 @@ class EngineBase:
         return dtype_named(self.config.autocast_dtype)
 
     def under_autocast(self) -> AbstractContextManager[object]:
-        """Return the autocast context for the engine's forward passes."""
+        """Return the autocast context for the engine's forward passes, which has no effect without an `autocast` dtype."""
         return (
             nullcontext() if self.autocast is None else torch.autocast(self.guard.training_device.type, self.autocast)
         )
@@ -107,7 +107,7 @@ class EngineParts:
 
 
 def build(base: EngineBase) -> EngineParts:
-    """Build the parts from the current model. All ranks that compute forward passes together must call this function.
+    """Build an engine's parts from its current model. All ranks that compute forward passes together must call this.
 
     Raises:
         UnsupportedModelError, InvalidRequestError: the engine cannot serve this model.
@@ -168,7 +168,7 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
 
 
 def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
-    """Build the parts again if windows or masks of attention layers have changed since `parts` were built.
+    """Build the parts again if windows or masks of attention layers have changed since; otherwise return `parts`.
 
     Raises:
         UnsupportedModelError: the changed attention layers need a feature that the engine does not support.

@@ -26,7 +26,7 @@ class HostBlock:
     block_hash: int
     """The hash of the chain up to and including this block."""
     digest: bytes
-    """The `chain_digest` of the same chain."""
+    """The `chain_digest` of the chain up to and including this block."""
     tokens: IntArray
     """[block_size] int32, the token ids of the block."""
     slot: int

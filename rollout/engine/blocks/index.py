@@ -84,7 +84,7 @@ class PrefixIndex:
         self._tokens: IntArray = np.zeros((num_blocks, block_size), np.int32)
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove every block from the index."""
         if self.current:
             self.outdated = frozenset(self.current)
         self.registered[:] = False
@@ -108,7 +108,7 @@ class PrefixIndex:
         return found
 
     def find(self, hashes: Sequence[int], tokens: IntArray) -> list[int]:
-        """Return the blocks of the longest cached prefix of a chain of complete blocks.
+        """Return the ids of the blocks that form the longest cached prefix of a chain of complete blocks.
 
         Args:
             hashes: the block hashes of the chain.
@@ -127,7 +127,7 @@ class PrefixIndex:
         return found
 
     def count_refused(self, hashes: Sequence[int]) -> None:
-        """Add the number of a chain's leading blocks that were cached until the last `clear` to `refused`."""
+        """Increase `refused` by the number of leading `hashes` whose blocks were cached until the last `clear`."""
         self.refused += sum(1 for _ in takewhile(self.outdated.__contains__, hashes))
 
     def add(self, block: int, block_hash: int, parent: int, tokens: IntArray) -> int:

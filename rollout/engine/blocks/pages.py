@@ -43,7 +43,7 @@ class BlockPages:
         return len(self._free)
 
     def of_blocks(self, blocks: IntArray) -> IntArray:
-        """Return the pages of blocks in use."""
+        """Return the page id of each of `blocks`, or `NO_PAGE` for a block that is not in use."""
         pages: IntArray = self.page_of[blocks]
         return pages
 
@@ -52,7 +52,7 @@ class BlockPages:
         return np.flatnonzero(self._used).astype(np.int32)
 
     def give(self, blocks: list[int]) -> None:
-        """Assign a free page to each of these blocks."""
+        """Assign a free page to each of `blocks`."""
         # Loop in Python, because numpy's list indexing takes ten times as long for the few blocks that one row needs.
         for block in blocks:
             page = self.page_of[block] = self._free.pop()
@@ -66,7 +66,7 @@ class BlockPages:
         self.page_of[block] = NO_PAGE
 
     def poison(self, pages: IntArray) -> None:
-        """Record that the free pages among `pages` may hold NaN."""
+        """Record that the free pages among `pages` may hold NaN and must be zeroed (see `poisoned`)."""
         self.poisoned += pages[~self._used[pages]].tolist()
 
     def resize(self, num_pages: int) -> IntArray | None:

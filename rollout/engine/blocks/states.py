@@ -94,7 +94,7 @@ class StateSlots:
         return self.allocate(self.snapshots[blocks[-1]])
 
     def release(self, slot: int) -> None:
-        """Free a slot that a sequence holds. Do nothing for `NO_SLOT`."""
+        """Free the slot of a sequence or of a dropped snapshot. Do nothing for `NO_SLOT`."""
         if slot != NO_SLOT:
             self._sources.pop(slot, None)
             self._free.append(slot)

@@ -89,7 +89,7 @@ class GraphedDecode:
         self.watched: Callable[[], Hashable] = tuple
         self._state: DecodeState | None = None
         self._graphs: dict[int, Callable[[], None]] = {}
-        """The function that replays the graph of each captured number of rows."""
+        """The functions that replay the captured graphs, by number of rows."""
         self._logits = torch.empty(0)
         """The logits [rows, vocabulary size], shared by all graphs because they are the largest tensor of a small batch."""
         self._fixed: tuple[int, ...] | None = None
@@ -275,7 +275,7 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Return the number of parts, into which the keys of a step are split, that every graph initially has room for.
+    """Return how many parts of keys every graph initially has room for. The kernels split each row's keys into parts.
 
     This is the number that fits into `LEAST_WORKSPACE`, or the number for `rows` rows of `STATE_LENGTH` tokens if less.
     """

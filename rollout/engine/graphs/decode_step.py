@@ -25,7 +25,7 @@ from rollout.engine.models.model_support import ModelLayout
 
 _FIELDS = 3
 _ALIGNED = 16
-"""The number of rows is a multiple of this number, so that each part of the buffer starts at a multiple of 64 bytes."""
+"""The divisor of the number of rows, chosen so that each part of the buffer starts at a multiple of 64 bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class DecodeInputs:
     seen: Tensor
     """The last position that each row attends to, which is its own, int32 [B]; -1 in padding."""
     slots: Tensor
-    """The slot mapping, int32 [B]; -1 in padding."""
+    """The token slot in the KV cache to which each row writes, int32 [B]; -1 in padding."""
     tables: Tensor
     """The block tables, int32 [B, columns]."""
     parts: DecodeParts
@@ -168,7 +168,7 @@ class TritonDecode:
             [B, H, Dv].
         """
         keys, values = self._cache.layer(layer)
-        # Cast the query to the cache's dtype. They differ if autocast was set differently when the engine was built.
+        # Cast the query to the cache's dtype, which differs if autocast was set differently when the engine was built.
         dtype, query = query.dtype, query.to(keys.dtype)
         if not serves(query, keys, values):
             raise RuntimeError(f"the Triton kernels do not take its heads ({query.dtype}, {tuple(query.shape[1:])})")

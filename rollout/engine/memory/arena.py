@@ -243,7 +243,7 @@ def pool_memory(device: torch.device, *, virtual: bool) -> PoolMemory:
             return PoolMemory(arena.allocate, arena.release)
         except (OSError, AttributeError, RuntimeError) as exc:
             _log.warning("memory on %s comes from torch's allocator: %s: %s", device, type(exc).__name__, exc)
-    # Empty torch's cache after each release: the trainer's allocations would fragment memory that stays in the cache.
+    # Empty torch's cache after each release, because the trainer's allocations would fragment the cached memory.
     return PoolMemory(release=torch.cuda.empty_cache)
 
 

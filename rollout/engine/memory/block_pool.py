@@ -157,7 +157,7 @@ class BlockPool:
                     part.index_copy_(0, to, part.index_select(0, index))
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Fill these blocks with zeros."""
+        """Fill all parts of the given blocks with zeros."""
         index = upload(np.array(blocks, np.int64), self.device)
         for part in self._parts:
             part.index_fill_(0, index, 0)

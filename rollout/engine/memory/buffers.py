@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 128
 """The number of vocabulary entries per block. Sampling first selects a block, and then a token in this block."""
 ALIGNMENT = 64
-"""The alignment of packed arrays, in bytes. It is a multiple of 16, since Triton compiles another kernel otherwise."""
+"""The alignment of packed arrays, in bytes. Triton compiles a second kernel unless addresses are multiples of 16."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
@@ -59,7 +59,7 @@ class Scratch:
         return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
 
     def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor [R, ceil(V / BLOCK), BLOCK] for scores [R, V]: `padding` after entry V, else undefined."""
+        """Return an uninitialised buffer [R, ceil(V / BLOCK), BLOCK] for scores [R, V], with `padding` after entry V."""
         count, vocabulary = scores.shape
         blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
         blocks.flatten(1)[:, vocabulary:] = padding

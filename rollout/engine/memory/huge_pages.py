@@ -47,7 +47,7 @@ def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
         return 0
     pages = {page for start, size in places for page in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
     begin = time.monotonic()
-    # Try every page: madvise leaves a page unchanged if it is a tensor's first or last and reaches beyond the mapping.
+    # Try a tensor's first and last page, too: if they reach beyond the mapping, madvise leaves them unchanged.
     done = sum(advise(page * HUGE_PAGE, HUGE_PAGE) for page in sorted(pages)) * HUGE_PAGE
     _log.info("parameters: %d MiB on huge pages, after %.1f s", done >> 20, time.monotonic() - begin)
     return done

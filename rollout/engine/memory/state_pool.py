@@ -42,7 +42,7 @@ class StateShape:
 
 
 def _shaped(flat: Tensor, state: StateShape) -> Tensor:
-    """Return a view [slots, *shape] of `flat` [slots, elements]. A convolution's channels are contiguous for its kernels."""
+    """Return a view [slots, *shape] of `flat` [slots, elements]. In a `conv` state, channels are contiguous in memory."""
     if state.key.kind != "conv":
         return flat.view(-1, *state.shape)
     return flat.view(-1, state.shape[-1], *state.shape[:-1]).movedim(1, -1)

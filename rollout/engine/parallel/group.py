@@ -22,7 +22,7 @@ HEADER_BYTES = 4096
 """The size of a message's first broadcast, in bytes. The rest of a longer message is sent in a second broadcast."""
 _LENGTH_BYTES = 8
 IDLE_TIMEOUTS = 2.0
-"""The maximum time between two messages, as a multiple of the control timeout."""
+"""The maximum time that members wait for the next message, as a multiple of the control timeout."""
 LEAST_TIMEOUT_S = 60.0
 """The minimum time, in seconds, that members wait for a message, because other ranks may build their engines first."""
 _built: dict[tuple[int, ...], int] = {}

@@ -220,7 +220,7 @@ class DynamicInferenceContext:
         return True
 
     def keep_free(self, headroom: int) -> None:
-        """Leave `headroom` device bytes free for forward passes, now and at every resume. Call it before any request."""
+        """Leave `headroom` device bytes free for steps, now and at every resume. Call this before the first request."""
         self.headroom = headroom
         if self._spare() < headroom + self.to_come():
             self.allocator.drop_cached()
@@ -255,7 +255,7 @@ class DynamicInferenceContext:
         return max(needed, default=1)
 
     def _follow_pool(self) -> NDArray[np.int32] | None:
-        """Resize the allocator to the pool's size. Return the result of `BlockPages.resize`."""
+        """Resize the allocator to the pool's size. Return the new id of each old page (see `BlockPages.resize`)."""
         self.allocator.pages.poisoned.clear()
         return self.allocator.pages.resize(self.cache.num_blocks)
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class EngineControl:
-    """The control methods of one engine, for lifecycle, announced weight updates, LoRA adapters and prefix cache."""
+    """The methods that control one engine: its lifecycle, announced weight updates, LoRA adapters and prefix cache."""
 
     _config: InferenceConfig
     _lifecycle: Lifecycle

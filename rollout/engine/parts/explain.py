@@ -71,7 +71,7 @@ class Explanation:
 def explain(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, source: WeightSource, length: int
 ) -> Explanation:
-    """Explain how an engine with these parts runs. The caller must prevent steps during this call.
+    """Explain how the engine with these parts runs its model. The caller must prevent steps during this call.
 
     Args:
         source: the source of the engine's weights.
@@ -124,7 +124,7 @@ def decode_trial(
             took.append(clock() - start)
         return min(took)
 
-    # Time the longer calls first: lazy initialisation slows down the first of them, and the faster one of the two counts.
+    # Time the longer calls first: lazy initialisation slows down only the first of them, and `min` drops it.
     speed = count * TOKENS / max(seconds(1 + TOKENS) - seconds(1), 1e-9)
     return f"decode of {count} sequences of {PROMPT + TOKENS // 2} tokens: {speed:,.0f} tokens/s"
 

@@ -22,7 +22,7 @@ from rollout.state import EngineState, KVCacheManagementMode, Mode
 
 
 class HoldLevel(IntEnum):
-    """The level at which an engine is held."""
+    """The degree to which a hold stops an engine. A higher level includes the lower ones."""
 
     RUNNING = 0
     PAUSED = 1
@@ -43,7 +43,7 @@ PAUSE = "pause()"
 SUSPEND = "suspend()"
 """The holder name of `RolloutManager.suspend`."""
 DIRECT = "engine"
-"""The holder name that stands for direct calls of the engine's own methods."""
+"""The holder name that stands for direct calls of the engine's own methods, such as `engine.pause()`."""
 
 _LEVELS = {
     EngineState.RUNNING: HoldLevel.RUNNING,

@@ -224,7 +224,7 @@ class Intake:
         """
         pictured = self.images(number, tokens)
         params = self.clamped(number, tokens, params)
-        # Store a seed in every request, even if the caller set none, so that a checkpoint can continue its random stream.
+        # Store a seed in every request, even if the caller set none: a checkpoint needs it to continue the random stream.
         seed = stream_key(self._config.seed, number) if params.seed is None else params.seed
         samples: list[Sample] = []
         for index in indices:
@@ -304,7 +304,7 @@ class Intake:
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
     def restart(self, sample: Sample) -> bool:
-        """Queue a stale sample again from its prompt, or fail it if that raises. The caller has removed it from its queue.
+        """Queue a stale sample, already removed from its queue, again from its prompt. If that raises, fail the sample.
 
         Returns:
             Whether the sample was queued again.
@@ -322,7 +322,7 @@ class Intake:
         return True
 
     def images(self, number: int, tokens: list[int]) -> PromptImages:
-        """Return the images of a prompt.
+        """Return the images of the prompt `tokens` for the scheduler. `number` is the request id, for error messages.
 
         Raises:
             InvalidRequestError: the images do not fit the prompt or the model.

@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
 
     @property
     def params(self) -> SamplingParams:
-        """Sampling parameters for a request that computes the sequence without sampling a token."""
+        """The sampling parameters of a request that computes the sequence without sampling a token."""
         return _PROMPT_ONLY if self.adapter is None else _PROMPT_ONLY.replace(adapter=self.adapter)
 
 

@@ -255,7 +255,7 @@ class Stepper:
 
 
 def _traced_numbers(step: ScheduledStep, scheduler: Scheduler, made: int) -> tuple[int, ...]:
-    """Return the trace's numbers for a step, ordered like `StepRow`'s fields. `made` is the number of decode steps run."""
+    """Return the numbers that a trace records for a step, in `StepRow` order. `made` is the number of decode steps run."""
     allocator, counters = scheduler.allocator, scheduler.counters
     host = allocator.host
     decodes, entries = step.num_decodes, len(step.rows)

@@ -14,7 +14,7 @@ from rollout.state import Status
 
 
 class Preemption:
-    """Takes the rows and KV of one scheduler's active sequences, and queues the sequences again."""
+    """Takes row and KV away from active sequences of one scheduler, and queues these sequences again."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues

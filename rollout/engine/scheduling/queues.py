@@ -60,7 +60,7 @@ class Queues:
 
     @property
     def num_free_places(self) -> int:
-        """The number of further sequences that can get a row now. Other schedulers may hold some of the state slots."""
+        """The number of further sequences that can get a row now. The scheduler of a `Prefill` may hold slots, too."""
         states, free = self.allocator.states, self._max_requests - self.num_active
         if not states.num_slots:
             return free

@@ -27,7 +27,7 @@ class StepResults:
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Apply the results of a step. Return the sequences that finished in it; their records are complete.
 
-        `since` is the time on the scheduler's clock at which the step was planned. Token times of a run are counted from it.
+        `since` is the clock time at which the step was planned. The times of a run's tokens are spread evenly from then on.
         """
         queues = self._queues
         queues.allocator.host.unsettled = False
@@ -89,7 +89,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append the tokens of a run's steps in `span` to `rows`. These must not finish a row or cross a block boundary."""
+        """Append the tokens of the steps `span` of a run to `rows`. They must not finish a row or cross a block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)

@@ -163,7 +163,7 @@ class Scheduler(Queues):
         return any(sequence.variant == variant for sequence in self.parked)
 
     def switch(self, variant: Variant, forward: Hashable) -> None:
-        """Change the variant and the forward key (see `forward`), and empty the prefix cache.
+        """Change the variant and the forward key (see the attribute `forward`), and empty the prefix cache.
 
         If the variant changes, all active sequences are evicted, because their KV belongs to the old variant.
         """

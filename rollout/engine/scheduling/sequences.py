@@ -102,7 +102,7 @@ class PromptImages:
         return count
 
     def rotary(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rotary positions [3, stop - start] of the positions from `start` to `stop`."""
+        """Return the rotary positions [3, stop - start] of the positions from `start` to `stop` - 1."""
         own = np.broadcast_to(np.arange(start, stop, dtype=np.int64), (3, stop - start))
         if self.positions is None:
             return own
