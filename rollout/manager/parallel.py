@@ -179,7 +179,7 @@ class GroupCalls:
         for name, expected in told[0].items():
             for rank, each in zip(ranks, told, strict=True):
                 value = each.get(name)
-                # The other ranks may keep more blocks than the first rank, because the coordinator suspends only the first.
+                # Accept members that keep more of the KV cache than the first rank: the coordinator suspends only that rank.
                 if value != expected and not (name == _KEPT and value > expected):
                     return (
                         f"{_DIFFER}{name} of rank {rank}: {value!s:.100}, of rank {ranks[0]}: {expected!s:.100}; every rank "

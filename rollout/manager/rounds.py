@@ -257,7 +257,7 @@ class Rounds:
         )
 
     def handed_out(self, batch: Batch, on_error: OnError) -> Batch:
-        """Record and return a batch. If `on_error` is "raise", a failed sample raises `RolloutFailedError`."""
+        """Record a batch in the metrics; return it. With `on_error` "raise", a failed sample raises `RolloutFailedError`."""
         self.metrics.batch(batch)
         failed = [(index, error) for index, error in enumerate(batch.errors) if error is not None]
         if failed and on_error == "raise":

@@ -249,7 +249,7 @@ class RunLoop:
             return
         self._backend.wait(min(timeout_s, PATIENCE_S) if patient else timeout_s)
         if self._engine.state is EngineState.SUSPENDED:
-            # The coordinator may have released the engine during the wait. If a user's hold remains, this raises.
+            # Resume the engine if the coordinator has released it during the wait. This raises if a user's hold remains.
             self._ensure_running()
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.step())

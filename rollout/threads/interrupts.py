@@ -98,7 +98,7 @@ def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
     Unless `wholly` is set, a second Ctrl-C takes effect in an `interruptible()` inside the block. The block has no effect
     outside the main thread or without a Python handler for Ctrl-C.
     """
-    # Do nothing if an enclosing block already gives this protection: a step nests dozens of these blocks.
+    # Save the cost of a block if an enclosing one already gives this protection: a step nests dozens of them.
     deferral = _thread.deferral
     needed = _on_main_thread() if deferral is None else not deferral.shielded or (wholly and not deferral.wholly)
     return _shielded(wholly) if needed else nullcontext()

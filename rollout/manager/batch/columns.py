@@ -26,7 +26,7 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids.to(device), self.counts.to(device))
 
     def of_rows(self, rows: Tensor | slice, columns: int | None = None) -> KeptSets:
-        """Return the sets of the given rows, in this order. If `columns` is given, keep only that many columns."""
+        """Return the sets of the given rows, in this order. If `columns` is given, keep only the first `columns` columns."""
         chosen = torch.arange(len(self.counts), device=self.counts.device)[rows]
         sizes = self.counts.sum(1, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes

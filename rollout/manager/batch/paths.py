@@ -38,7 +38,7 @@ class _Span(NamedTuple):
     start: int
     stop: int
     place: int
-    """The index of the span's first key among all keys of the path."""
+    """The index of the span's first key among the keys of all spans on the path from the root."""
     last: int
     """The index after the subtrees of the span's tokens; tokens before this index continue the span."""
 
@@ -53,7 +53,7 @@ class _Segment:
     values: tuple[Tensor, ...]
     """The log-probs [m] of the wanted tokens and, if requested, their entropies [m]."""
     leaves: tuple[Tensor, ...]
-    """Copies of `values` that the caller gets, detached from the graph; they collect the gradients."""
+    """Copies of `values` that the caller gets, detached from the graph; they collect the gradients of the caller's loss."""
 
     def backward(self) -> None:
         """Run the segment's backward pass, even if no log-prob has a gradient: keys and values may have gradients."""

@@ -3,8 +3,8 @@
 Rows of the trainer's forward pass are found in the batch by their tokens. They may be any rows in any order, padded on the
 left or the right, or packed with `position_ids` that start at 0 in every sequence. To replay the forward pass of a prefix
 tree, pass the tree instead. Only the choice is replayed: the router still computes scores, softmax and normalisation, with
-gradient. In the engine's own forward passes inside the block (`generate`, `score`), routers choose by themselves. The model
-is restored after the block, even after an exception.
+gradient. In the engine's own forward passes inside the `with` block (`generate`, `score`), routers choose by themselves. The
+model is restored after the block, even after an exception.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollout.manager.batch.tree import PackedTree
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """The `RolloutBatch` fields that routing reads, for rows that are not from a `RolloutBatch`."""
+    """The fields of a `RolloutBatch` that `replay` reads, for rows that are not from a `RolloutBatch`."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -42,7 +42,7 @@ Routed = RolloutBatch | RoutedRows | PackedTree
 
 @contextmanager
 def replay(batch: Routed, model: nn.Module) -> Iterator[None]:
-    """Let the routers of `model` choose, inside the block, the experts recorded in `batch.routed_experts`.
+    """Let the routers of `model` choose, inside the `with` block, the experts recorded in `batch.routed_experts`.
 
     Gradient checkpointing computes the routers again in the backward pass. If you use it, run the backward pass inside the
     block too, before the next forward pass. Routers choose by themselves for padding and for the last token of a row, which
