@@ -30,6 +30,7 @@ class HostBlock:
     tokens: IntArray
     """[block_size] int32, the token ids of the block."""
     slot: int
+    """The slot of host memory that holds the copy."""
 
 
 class HostCache:

@@ -102,11 +102,7 @@ class DecodeState:
         self._flat[: len(message)].copy_(staged(message, self._device), non_blocking=True)
 
     def inputs(self, count: int, capacity: int = 0) -> DecodeInputs:
-        """Return the inputs of the first `count` rows. The first kernels of each graph compute them from the buffers.
-
-        Args:
-            capacity: see `DecodeParts`.
-        """
+        """Return the inputs of the first `count` rows, computed from the buffers. For `capacity`, see `DecodeParts`."""
         seen, size = self.seen[:count], self._block_size
         last = seen.clamp(min=0).long()
         tables = self.tables[:count]

@@ -43,6 +43,7 @@ class MemoryMove:
     """The result of one suspend or resume: what was copied, dropped and restored."""
 
     bytes_copied: int = 0
+    """The number of bytes copied between device and host."""
     tokens_given_up: int = 0
     """The number of KV positions of unfinished requests that will be recomputed."""
     requests_given_up: int = 0

@@ -34,6 +34,9 @@ from rollout.threads.interrupts import uninterrupted
 class Intake:
     """The part of one engine that accepts and queues requests.
 
+    In its methods, `number` is a request id, `order` a group's place among groups of equal priority, and `version` the
+    policy version to record.
+
     Args:
         _clock: function that returns the time in seconds, for arrival times.
         _routes: shape of the expert routes that the engine records. If None, the engine records no routes.
@@ -217,8 +220,6 @@ class Intake:
     ) -> Sample:
         """Build the samples `indices` of a new request. Return the first one, whose `siblings` are the other samples.
 
-        `number` is the request id, `order` the position in the queue for equal priorities, `version` the policy version.
-
         Raises:
             InvalidRequestError: the request can never be served.
         """
@@ -322,7 +323,7 @@ class Intake:
         return True
 
     def images(self, number: int, tokens: list[int]) -> PromptImages:
-        """Return the images of the prompt `tokens` for the scheduler. `number` is the request id, for error messages.
+        """Return the images of the prompt `tokens`, in the form that the scheduler uses.
 
         Raises:
             InvalidRequestError: the images do not fit the prompt or the model.

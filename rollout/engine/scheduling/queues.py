@@ -16,7 +16,7 @@ from rollout.observe.metric_table import ENGINE_STATS
 
 
 class Queues:
-    """The queues and rows of one engine. Every queue holds group leaders in order of (priority, arrival).
+    """The queues and rows of one engine. Every queue holds group leaders by *rank*: (priority, arrival).
 
     A *leader* also stands for the other samples of its group, its `siblings`, until they are forked after prefill.
 
