@@ -142,7 +142,7 @@ __all__ = [*_FIRST, *sorted(_FURTHER)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if find_spec(f"{__name__}.{name}") is not None:
-            # Raise a plain AttributeError: on it, `from rollout import MODULE` imports the submodule itself.
+            # Raise a plain AttributeError, after which `from rollout import MODULE` imports the submodule itself.
             raise AttributeError(name)
         from rollout.errors import did_you_mean
 

@@ -155,7 +155,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 
 def _examine_machine(options: DoctorOptions, config: InferenceConfig) -> int:
-    """Print what is installed. Try to sample from a tiny random model, and to open a coordinator's sockets."""
+    """Print what is installed, and whether sampling and a coordinator's sockets work here. Return the exit code."""
     rows, code = [*_installed()], STOPPED
     trials: dict[str, Callable[[], list[tuple[str, str]]]] = {
         "sample": partial(_sample, options.device, config),

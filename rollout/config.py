@@ -268,7 +268,7 @@ class CoordinatorConfig(Options):
     """Policy that routes requests to ranks: `longest_prefix`, `first_prefix_block`, `load_balanced` or `round_robin`."""
 
     enable_prefix_caching: bool = True
-    """Consider cached prefixes when routing. If False, a prefix policy routes like `load_balanced`."""
+    """Consider cached prefixes when routing. If False, `longest_prefix` and `first_prefix_block` become `load_balanced`."""
 
     block_size_tokens: int = 16
     """Number of tokens per hashed KV block, at least 1. Must equal every rank's `block_size_tokens`."""
@@ -381,7 +381,7 @@ def _is_loopback(host: str) -> bool:
 
 @cache
 def documentation(options: type) -> dict[str, str]:
-    """Return a dict from each field of a class to the docstring below that field, as one line."""
+    """Return a dict from the name of each field of a dataclass to the docstring below the field, joined to one line."""
     (definition,) = ast.parse(dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)
     return {

@@ -74,7 +74,7 @@ class InvalidRequestError(RequestError, ValueError):
     """The error of a request that was rejected at admission because it can never be served."""
 
     def at(self, place: str = "") -> InvalidRequestError:
-        """Return the error with a place such as `prompts[0]: ` in place of the id, which the caller does not know."""
+        """Return a copy whose message begins with `place`, such as `prompts[0]: `, instead of the engine's request id."""
         return InvalidRequestError(place + re.sub(r"^request [0-9]+: ", "", str(self)), self.request_id)
 
 
@@ -223,7 +223,7 @@ _SAME_AS = {
         "AsyncLLM": "AsyncLLMEngine",
     },
 }
-"""A dict from class (or "rollout") to our names, each with the names in transformers, TRL, vLLM, SGLang and verl."""
+"""A dict from class (or "rollout") to its names, each with the synonyms in transformers, TRL, vLLM, SGLang and verl."""
 
 _OUR_NAMES = {
     theirs: (ours, owner)
@@ -276,7 +276,7 @@ def unknown_attribute(owner: object, name: str) -> NoReturn:
 
 
 class NamedOptions:
-    """The base class of option dataclasses.
+    """The base class of option dataclasses, which rejects unknown option names.
 
     Raises:
         ConfigError: a keyword argument is not an option. The message suggests the nearest option, also from nested
@@ -344,7 +344,7 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """The base class of option dataclasses that validates values.
+    """The base class of option dataclasses whose values are validated too.
 
     Rules for booleans and enums are derived from the defaults. `_rules` contains the other rules.
     """

@@ -57,7 +57,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """The validated options of one command line."""
+    """The validated options of a `rollout serve` command."""
 
     model: OmitArgPrefixes[ModelOptions]
     server: OmitArgPrefixes[ServerConfig]
@@ -112,14 +112,14 @@ _COMMON: list[tuple[type, str]] = [
     *((ServerConfig, name) for name in ("host", "port", "api_key", "served_model_name", "chat_template", "admin")),
     *((InferenceConfig, name) for name in ("kv_cache_memory_gb", "max_sequence_length", "max_requests", "seed")),
 ]
-"""The options that `rollout serve --help` lists."""
+"""The options that `rollout serve --help` lists, as (class, field name)."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeOptions:
     """Parse the arguments after `rollout serve`.
 
     Args:
-        environment: variables that may contain `API_KEY`, for arguments without a key. An empty value counts as unset.
+        environment: environment variables. The value of `API_KEY` is the key if no argument sets one. Empty means unset.
 
     Raises:
         ConfigError: an option is unknown, or options contradict each other.

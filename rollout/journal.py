@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentName(NamedTuple):
-    """The parsed name of a journal file."""
+    """The number and the mark in the name of a journal file."""
 
     number: int
     mark: str
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A group as passed to `Journal.append`, with its location."""
+    """A finished group: its samples and key, as passed to `Journal.append`, and its location."""
 
     samples: list[DynamicInferenceRequest]
     key: bytes
@@ -123,8 +123,8 @@ class Journal:
         """Append a finished group. Return its place, for `read`.
 
         Args:
-            samples: all samples of the group, merged.
-            key: bytes of the caller, which `since` and `read` return unchanged with the group.
+            samples: all samples of the group, each as one request (`DynamicInferenceRequestRecord.merge`).
+            key: bytes chosen by the caller, which `since` and `read` return unchanged with the group.
 
         Raises:
             JournalError: the write failed, for example on a full disk; nothing was added, and a later call may succeed. Or
@@ -136,8 +136,8 @@ class Journal:
         try:
             self._end = _write(self._file, _HEAD.pack(len(body), zlib.crc32(body)) + body, self._end)
         except BaseException as exc:
-            # Ignore errors of the truncation: without it, the next record overwrites the partial one. If no record
-            # follows, readers skip the partial record at the end of the file.
+            # Cut off the partial record. If this fails too, ignore the error: the next record overwrites the partial
+            # one, and if no record follows, readers skip the partial one at the end of the file.
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             if isinstance(exc, OSError):
@@ -169,7 +169,7 @@ class Journal:
         return self._line[-1]
 
     def since(self, mark: str | None) -> Iterator[FinishedGroup]:
-        """Return an iterator over the groups appended after the checkpoint with this mark, or if it is None, all groups.
+        """Return an iterator over the groups appended after the checkpoint with this mark. None means all groups.
 
         These groups stay on disk until the next `checkpoint`. An unknown mark raises `ConfigError`, which lists the known
         marks.
@@ -245,7 +245,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Start a new file. Return its mark, of which `step` is the first part."""
+        """Start a new file. Return its mark, which begins with `step`."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)
@@ -320,7 +320,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> None:
-    """Read and check the first line, which a crash may have cut off."""
+    """Read and check the first line. A line that a crash has cut off is accepted."""
     if not _HEADER.startswith(file.readline(len(_HEADER))):
         raise SerializationError(
             f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"

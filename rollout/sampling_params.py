@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1e-6
 """The lowest temperature above 0. Dividing float32 logits by a lower one can overflow."""
 
 LARGEST, LEAST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-"""The largest finite and the smallest positive normal float32. They bound options, since logits are float32."""
+"""The largest finite and the smallest positive normal float32. Options are bounded by them because logits are float32."""
 
 MAX_KEPT_TOKENS = 4096
 """The largest `top_k` with `return_kept_tokens`. It bounds the ids stored per token to 16 KiB."""
@@ -40,7 +40,7 @@ LOGPROBS_MODES = ("processed", "raw", "tempered")
 # --- structured output ---------------------------------------------------------------------------------------------------
 
 MAX_CHARACTERS = 2**18
-"""The maximum number of characters in a schema, expression or grammar. It limits what one request can cost the others."""
+"""The maximum number of characters in a schema, expression or grammar. It limits how much one request can slow others."""
 
 WHITESPACE = r"[ \t\r\n]{1,20}"
 """The white space allowed between the parts of JSON. Without the bound, some models would write white space forever."""
@@ -54,8 +54,8 @@ class StructuredOutput(NamedOptions):
     over the resulting distribution. The completion finishes when the constraint is complete, even before `min_tokens`.
 
     Raises:
-        ConfigError: (a `ValueError`) none or several fields are given, or the given one is malformed. Whether it compiles
-            is checked only when a request is added.
+        ConfigError: (a `ValueError`) none or several fields are given, or the given one is malformed. Whether a constraint
+            compiles is checked only when a request is added.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None
@@ -100,11 +100,11 @@ class StructuredOutput(NamedOptions):
 
     @property
     def kind(self) -> str:
-        """The name of the given field."""
+        """The name of the field that is set: `json_schema`, `regex` or `grammar`."""
         return next(name for name in _CONSTRAINTS if getattr(self, name) is not None)
 
     def serialize(self) -> dict[str, str]:
-        """Return a dict with the given field."""
+        """Return a dict with the name and the value of the field that is set."""
         return {self.kind: getattr(self, self.kind)}
 
     @classmethod
@@ -123,7 +123,7 @@ class StructuredOutput(NamedOptions):
 
 
 def json_rule(schema: Any, *, lenient: bool = False) -> str:
-    """Return the body of a grammar rule for JSON that fits `schema`. If `lenient`, unsupported keywords are ignored."""
+    """Return the body of a grammar rule for JSON that fits `schema`. If `lenient`, ignore unsupported schema keywords."""
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
     return f"%json {json.dumps(schema)}"
@@ -219,7 +219,7 @@ _WHOLE, _ANY, _SWITCH = _integer(), _number(f"within {LARGEST:.2g} of 0"), _Kind
 _OCCURRENCE = _number("[-2, 2]", lambda number: abs(number) <= 2)
 
 FILTER, PENALTY = "filter", "penalty"
-"""The roles of options. A filter restricts which tokens can be drawn. A penalty changes logits of tokens that occurred."""
+"""The roles of options. A filter restricts which tokens can be drawn; a penalty changes logits of tokens that occurred."""
 
 
 def _option(
@@ -231,11 +231,11 @@ def _option(
     host: str | None = None,
     hash: bool | None = None,
 ) -> Any:
-    """Declare an option of `SamplingParams`. Code that handles options reads their properties from `metadata`.
+    """Declare a field of `SamplingParams` whose `metadata` contains these arguments. `role` is FILTER, PENALTY or None.
 
     Args:
-        role: FILTER, PENALTY, or None for any other option.
-        stored, host: dtype of the values that the engine stores for every row, on the device or on the host; None if none.
+        stored: dtype in which the engine stores the option on the device for every running sequence. None if it does not.
+        host: dtype in which the engine stores the option on the host for every running sequence, or None if it does not.
     """
     return field(default=default, hash=hash, metadata={"kind": kind, "role": role, "stored": stored, "host": host})
 
@@ -325,7 +325,7 @@ class SamplingParams(NamedOptions):
     the k most likely tokens."""
 
     prompt_logprobs: int | None = _option(None, _or_none(_WHOLE), host="int32")
-    """Number of log-probs to return per prompt token, as for `logprobs`, from the second token on: the first has none."""
+    """Number of log-probs to return per prompt token, like `logprobs` for generated tokens. The first token has none."""
 
     logprobs_mode: str = _option(
         "processed", _text("|".join(LOGPROBS_MODES), f"one of {', '.join(map(repr, LOGPROBS_MODES))}"), stored="int8"
@@ -478,7 +478,7 @@ MIRRORED = [
     for name, option in _OPTIONS
     if option["stored"] or option["host"]
 ]
-"""The options that the engine stores for every row, as (name, dtype, whether the values are on the device)."""
+"""The options that the engine stores for every running sequence, as (name, dtype, whether stored on the device)."""
 
 
 def warn_of_equal_samples(params: SamplingParams, n: int) -> None:

@@ -141,7 +141,7 @@ class ControlSignal(StrEnum):
 
 _TRANSITIONS = (
     # Columns: signal, states before, state during, state after, and states in which the signal has no effect. A
-    # coordinator stays in "stopping".
+    # coordinator has no state "stopped", so it stays in "stopping".
     ("pause", "running", "pausing", "paused", "paused suspended"),
     ("unpause", "paused", "unpausing", "running", "running"),
     ("suspend", "paused", "suspending", "suspended", "suspended"),

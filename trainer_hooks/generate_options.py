@@ -45,7 +45,7 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""A dict from a logits processor class to its place in the engine's order. Processors with equal places commute."""
+"""The place of each logits processor class in the engine's order. Processors with equal places may be in any order."""
 CACHES = ("cache", "past_key_values", "cache_params")
 """The names of the KV cache argument: since transformers 5.24, before 5.24, and for models without attention."""
 COMPUTED = frozenset({

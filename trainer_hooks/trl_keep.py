@@ -94,7 +94,7 @@ class FullBatches:
         return self._trainer.accelerator.device
 
     def _groups(self, rows: int, size: int) -> Iterator[list[ScoredCompletion]]:
-        """Yield this rank's groups of `size` completions, with rewards from this rank's part of TRL's gathered ones."""
+        """Yield this rank's groups of `size` scored completions. TRL has gathered all ranks' rewards, `rows` per rank."""
         assert self._rewards is not None
         first = self._trainer.accelerator.process_index * rows
         found = self._rewards[first : first + rows]
