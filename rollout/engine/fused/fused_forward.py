@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class FusedForward:
-    """The C++ forward pass of one model, which replaces the module's own as long as the module's code is original.
+    """The C++ forward pass of one model. It replaces the module's own pass as long as the module's code is original.
 
     Args:
         cache: the KV cache, read and written by every step.

@@ -240,7 +240,7 @@ class _CpuTreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, sums, tree = ctx.saved_tensors
-        # Allocate gradients in the model's layout, so that the views before the attention need no copy.
+        # Allocate gradients as [1, tokens, heads, size], the layout of the model's projections, so that nothing is copied.
         gradients = [torch.empty_like(part.transpose(1, 2), memory_format=torch.contiguous_format) for part in
                      (query, key, value)]  # fmt: skip
         of_query, of_key, of_value = (part.transpose(1, 2) for part in gradients)

@@ -99,8 +99,8 @@ def rollout_attention(
             f"{IMPLEMENTATION!r} is the engine's own attention implementation: set the model's to 'sdpa'"
         )
     if torch.is_autocast_enabled(query.device.type):
-        # Cast to autocast's dtype, as the trainer's attention does: rotary embeddings return queries and keys in a
-        # wider dtype than values.
+        # Cast to autocast's dtype, as the trainer's attention does, because rotary embeddings return queries and keys in
+        # a wider dtype than values.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is not None:

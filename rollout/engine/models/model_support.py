@@ -202,7 +202,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     check("attention: causal, with supported arguments", _arguments_unknown(names, watcher.calls))
     positions = getattr(text_config, "max_position_embeddings", None)
     calls = [each.asked for each in watcher.calls]
-    # Check masks, except with FlashAttention, which gets the window as an argument and no mask.
+    # Skip the check of masks with FlashAttention, which gets no mask: the window is an argument.
     if not str(config._attn_implementation_internal).startswith("flash"):
         length, wrong = max_sequence_length or positions or DEFAULT_LENGTH, list[str]()
         calls = _windowed(names, watcher.calls, length, device, wrong)
@@ -421,7 +421,7 @@ def _windowed(
                     f"attention layer {names[each.module]!r}: {exc}; the engine serves causal attention, also in a window"
                 )
         window = asked.window if mask is None else known[mask]
-        # Treat a window of at least `length` tokens as no window.
+        # Treat a window of at least `length` tokens as no window, because no sequence is longer than `length`.
         same = (asked.window or length) >= length and (window or length) >= length
         windowed.append(replace(asked, window=asked.window if same else window))
     return windowed

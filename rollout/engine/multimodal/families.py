@@ -59,7 +59,7 @@ class RotaryGridFamily(GridFamily):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.core = module_with(model, "get_rope_index")
-        # Require the seconds per time step if the model has an argument for them: it would silently assume one second.
+        # Require the seconds per time step if the model has an argument for them: without it, the model assumes 1 second.
         if SECONDS in inspect.signature(self.core.get_rope_index).parameters:
             self.videos = (*self.videos, SECONDS)
 

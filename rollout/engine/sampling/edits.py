@@ -95,7 +95,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
     if not inside.all():
         counts = np.bincount(np.repeat(np.arange(len(rows)), counts)[inside], minlength=len(rows))
         token = token[inside]
-    # Transfer int32 instead of int64: histories are copied to the device in every step.
+    # Transfer int32 instead of int64 to halve the transfer: histories are copied to the device in every step.
     first, count, token = (np.asarray(each, np.int32) for each in (rows, counts, token))
     row, times, column = upload_together((first, count, token), scores.device)
     row = row.long().repeat_interleave(times.long(), output_size=len(token))

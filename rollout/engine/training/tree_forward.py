@@ -58,7 +58,7 @@ class _Path:
         """
         if not self._kept:
             self._kept = [each.new_zeros(*each.shape[:2], self._capacity, each.shape[3]) for each in (key, value)]
-            # Use at least float32 for the gradients, to which many branches add.
+            # Sum the gradients in at least float32: many branches add to them, so rounding errors would accumulate.
             self._gradients = [
                 each.to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in self._kept
             ]

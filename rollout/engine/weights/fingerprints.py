@@ -65,7 +65,7 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """Yield the name and at most `SAMPLES` elements of each tensor, as a view if possible. Each `turn` selects others."""
+    """Yield the name and at most `SAMPLES` elements of each tensor, a view if possible. `turn` shifts their positions."""
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
             continue
@@ -92,7 +92,7 @@ class Fingerprints:
         self._taken: dict[_Kind, _Part] = {}
 
     def take(self) -> None:
-        """Replace the reference by a new sample of the current tensors, which consists of other elements than before."""
+        """Replace the reference by a sample of the current tensors. In large tensors, select other elements than before."""
         self._turn += 1
         self._taken = self._now()
 

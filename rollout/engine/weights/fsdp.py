@@ -57,7 +57,7 @@ class ShardedWeights(GatheredWeights):
 
     def _gather(self, undo: ExitStack) -> None:
         for unit in self._units:
-            # Initialise FSDP now. Otherwise the first forward pass does so after `post_forward_mesh_info` is replaced below.
+            # Initialise FSDP now, because initialisation may change `post_forward_mesh_info`, which is saved below.
             state_of(unit)._lazy_init()
         for unit in self._units:
             undo.callback(reshard, unit)

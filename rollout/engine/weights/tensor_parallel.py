@@ -86,7 +86,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
             ranks, others = own.mesh.tolist(), found[1].mesh.tolist()
             raise _unserved(model, f"{name} is split over ranks {ranks}, and {found[0]} over {others}")
         found = found or (name, own)
-        # Recognise sequence parallelism by its norms: transformers and torch replicate only norms as DTensors.
+        # Recognise sequence parallelism by its norms, whose weights transformers and torch replicate as DTensors.
         placements = getattr(parameter, "placements", ())
         if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
             raise _unserved(model, f"{name} is a replicated DTensor, as sequence parallelism makes it")
