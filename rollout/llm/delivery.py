@@ -78,7 +78,7 @@ class Delivery:
             group.known = dict.fromkeys(range(group.params.n), _NOTHING_KNOWN)
 
     def tell(self, ended: list[DynamicInferenceRequestRecord], *, everything: bool) -> None:
-        """Deliver the results of a step.
+        """Deliver the results of a step to their groups and streams.
 
         Args:
             ended: the records of the samples that finished in this step.
@@ -108,8 +108,8 @@ class Delivery:
     def _tell_streams(self, everything: bool) -> None:
         now, step = time.monotonic(), self._engine.parts.stepper.last
         early = now < self._next_deltas
-        # A sample gets its first token in the step of its prefill. So check only this step's prefills for first tokens,
-        # and not every stream that waits for its first token.
+        # Check only this step's prefills for first tokens, because a sample gets its first token in the step of its
+        # prefill. Checking every stream that waits for its first token would take longer.
         fresh = set() if step is None else {sample.record.request_id for sample in step.prefills}
         due: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, (group, stream) in self._streams.items():
@@ -131,7 +131,7 @@ class Delivery:
             stream.take(grown)
 
     def fail(self, group: Group, error: BaseException) -> None:
-        """Fail a group: abort it in the engine and give the error to its listener."""
+        """Abort a group in the engine, and finish its listener with `error`."""
         self._forget(group)
         if (number := group.in_engine) is not None and len(group.ended) < group.params.n:
             self._engine.abort_request(number)

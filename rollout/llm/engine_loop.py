@@ -153,7 +153,7 @@ class EngineLoop:
             self._notify()
 
     def _notify(self) -> None:
-        """Interrupt the thread's wait or its current run of steps. The caller must hold `_changed`."""
+        """Interrupt the loop's thread while it waits or runs steps. The caller must hold the lock `_changed`."""
         self._changed.notify_all()
         self.engine.ask_for_boundary()
 

@@ -206,7 +206,7 @@ class Readers:
             self._schedule(self.flush)
 
     def flush(self) -> None:
-        """Wake the waiting readers."""
+        """Wake all readers collected since the last `flush`."""
         due, self._due = self._due, {}
         for loop, sleepers in due.items():
             # Ignore a reader whose loop has been closed since it began to wait.
@@ -247,7 +247,7 @@ class RequestStream:
 
     @property
     def request_id(self) -> int:
-        """The request's id, as in the results and in `abort`."""
+        """The request's id, which is also the `request_id` of the results."""
         return self.future.request_id
 
     @property

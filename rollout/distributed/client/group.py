@@ -43,7 +43,7 @@ class OpenGroup:
     """The id that the client chose for the request."""
     prompt: InitVar[str | bytes]
     params: SamplingParams
-    """The caller's sampling parameters."""
+    """The sampling parameters that the caller submitted."""
     priority: int
     arrival_time: float
     """The time of arrival, in wall-clock seconds."""
@@ -52,7 +52,7 @@ class OpenGroup:
     prompt_tokens: bytes | None = field(init=False)
     """The prompt's token ids as little-endian int32; None until the coordinator has tokenised a text."""
     error: RolloutError | None = None
-    """The error with which the group failed, or None."""
+    """The error with which the group failed; None if it has not failed."""
     on_update: Callable[[OpenGroup, Stretch], object] = noop
     """The callback that runs when tokens have arrived or samples have finished."""
     on_done: Callable[[OpenGroup], object] = noop

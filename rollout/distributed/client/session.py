@@ -45,7 +45,7 @@ Prompt = str | TokenIds | Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """The optional arguments of a group, in addition to its prompt and sampling parameters."""
+    """The optional keyword arguments for submitting a group with a prompt and sampling parameters."""
 
     priority: int
     """The group's priority. Groups with a higher priority run first. Default: 0."""
@@ -228,7 +228,7 @@ class ClientSession:
         return self._call(lambda call_id: wire.Control(call_id, signal, argument, timeout_s))
 
     def status(self) -> Call:
-        """Request a snapshot of the job's status."""
+        """Request the job's status, which becomes the result of the returned call."""
         return self._call(wire.StatusQuery)
 
     def barrier(self, index: int, what: str = "", policy_version: int = 0) -> Call:

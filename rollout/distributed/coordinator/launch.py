@@ -99,8 +99,8 @@ def launch_coordinator(
         start_new_session=True,
         env=_environment(),
     )
-    # Close the pipe in forked children. A child's copy would keep the pipe open, and so the coordinator running, after
-    # this process has exited.
+    # Close the pipe in forked children. Otherwise a child's copy would keep the pipe open after this process has exited,
+    # and the coordinator would keep running.
     forks.in_child(cast(IO[bytes], process.stdin), lambda pipe: pipe.close())
     late = threading.Event()
 

@@ -108,7 +108,7 @@ class TextWorker:
         self._threads = ThreadPoolExecutor(2, "coordinator-texts")
 
     def put(self, job: TextJob) -> None:
-        """Queue a job for the threads."""
+        """Queue a job. A later `take_results` returns its result."""
         self._threads.submit(self._work, job)
 
     def take_results(self) -> list[tuple[int, TextResult]]:

@@ -80,7 +80,7 @@ class CollectiveCalls:
         self._end()
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """Return the values of all ranks in rank order on rank 0, and None on the other ranks.
+        """Collect one value per rank. Return all values in rank order on rank 0, and None on the other ranks.
 
         Raises the same errors as `meet`."""
         world, self._gathered = self._world, self._gathered + 1
@@ -106,7 +106,7 @@ class CollectiveCalls:
         if not self._barrier.done():
             return False
         barrier, self._barrier = self._barrier, None
-        # Return False: the next call arrives at the barrier again. Until then `wait` reconnects or reports missing ranks.
+        # Return False, so that the caller tries again. Before that, its `wait` reconnects or reports missing ranks.
         if isinstance(barrier.exception(), ConnectionLostError | DeadlineError):
             self._on_event()
             return False

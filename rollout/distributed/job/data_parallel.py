@@ -48,7 +48,7 @@ ASK_AGAIN_S = 0.01
 
 @dataclass(eq=False)
 class OwnGroup:
-    """A group of this rank, some of whose samples have not been returned yet."""
+    """A group that this rank submitted, some of whose samples have not been returned to the caller yet."""
 
     group_id: int
     prompt: list[int]
@@ -57,7 +57,7 @@ class OwnGroup:
     metadata: Any
     arrival_time: float
     missing: set[int]
-    """The indices of the samples that have not been returned yet."""
+    """The indices of the samples that have not been returned to the caller yet."""
     saved: list[Stretch]
     """The tokens known before this process submitted the group, such as tokens in a checkpoint."""
     open: OpenGroup | None = None
@@ -72,7 +72,7 @@ class OwnGroup:
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:
-        """Return all known tokens as stretches."""
+        """Return all tokens known so far, as stretches (batches of several samples' tokens)."""
         return self.saved if self.open is None else self.open.known()
 
     def oldest_version(self) -> int | None:
@@ -82,7 +82,7 @@ class OwnGroup:
         return oldest_version(delta for stretch in self.saved for delta in stretch.deltas())
 
     def interrupted(self) -> list[DynamicInferenceRequest]:
-        """Return the samples that have not been returned yet, as requests with all tokens known so far."""
+        """Return the `missing` samples as requests with all tokens known so far."""
         known = {delta.sample_index: delta for stretch in self.known() for delta in stretch.deltas(self.missing)}
         requests = []
         for index in sorted(self.missing):
@@ -323,7 +323,7 @@ class DataParallelBackend:
         return self._member.coordinator
 
     def gather(self, what: str, value: bytes) -> list[bytes] | None:
-        """Return the values of all ranks in rank order on rank 0, and None on the other ranks.
+        """Collect one value per rank. Return all values in rank order on rank 0, and None on the other ranks.
 
         Every rank must call this method. It raises the same errors as `CollectiveCalls.meet`.
         """

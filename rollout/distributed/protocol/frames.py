@@ -115,7 +115,7 @@ def decode(frame: bytes | memoryview) -> tuple[int, Message]:
 
 
 class Sequencer:
-    """The sequence numbers of one connection, in both directions."""
+    """The counters of one connection's sent and received frames, which give the frames' sequence numbers."""
 
     __slots__ = ("_received", "_sent")
 
@@ -129,7 +129,7 @@ class Sequencer:
         return self._sent - 1
 
     def skip(self) -> None:
-        """Count a frame that could not be decoded as the next received frame."""
+        """Count a received frame that could not be decoded, so that the next frame is not out of sequence."""
         self._received += 1
 
     def accept(self, sequence: int) -> bool:

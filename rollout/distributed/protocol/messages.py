@@ -23,7 +23,7 @@ from rollout.errors import ConnectionLostError
 
 @message(20, "client → coordinator")
 class Submit(Message):
-    """A new group of n samples of one prompt."""
+    """A request for a new group: n samples of one prompt."""
 
     request_id: wire.Count
     """The request id that the client chose. Each request of a client has a higher id than the client's previous request."""
@@ -60,7 +60,7 @@ class Submit(Message):
 
 @message(21, "coordinator → client")
 class Accepted(Message):
-    """The token ids of a prompt that was submitted as text."""
+    """The reply to a `Submit` with a text prompt, sent once the prompt is tokenised. It contains the token ids."""
 
     request_id: wire.Count
     prompt: wire.Tokens
@@ -81,7 +81,7 @@ class Assign(Message):
     params: wire.Blob
     """The sampling parameters, encoded as in `Submit`."""
     seed: wire.Count
-    """The seed of the random streams."""
+    """The seed of the samples' random streams."""
     priority: wire.Priority
     arrival_time: wire.Seconds
     """The time of arrival, in wall-clock seconds. If 0, it is the time at which the rank receives the assignment."""
@@ -122,7 +122,7 @@ class Update(Message):
 
 @message(25, "coordinator → client")
 class RequestFailed(Message):
-    """The failure of a whole group."""
+    """A report to a client that a whole group has failed."""
 
     request_id: wire.Count
     error: wire.Name

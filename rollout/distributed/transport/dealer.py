@@ -77,7 +77,7 @@ class Dealer:
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent."""
+        """Whether the connection is open, so that messages can be sent."""
         return self._socket is not None
 
     def open(self) -> None:
@@ -129,7 +129,7 @@ class Dealer:
         self._turn_soon()
 
     def heartbeat(self, interval_s: float, timeout_s: float) -> None:
-        """Start heartbeats.
+        """Start to send heartbeats and to check that the coordinator is not silent.
 
         Args:
             interval_s: seconds without a sent message after which a heartbeat is sent.

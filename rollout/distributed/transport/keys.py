@@ -63,7 +63,7 @@ class JobKeys:
 
     @classmethod
     def deserialize(cls, plain: Mapping[str, Any]) -> JobKeys:
-        """Read keys from a plain dict.
+        """Return the keys from a dict that `serialize` has returned.
 
         Raises:
             SerializationError: the dict is malformed. The message contains no keys.

@@ -31,7 +31,7 @@ class Link:
         return self.session.entered and not self.cut
 
     def transmit(self, message: wire.Message) -> None:
-        """Send a message unless the connection was closed in the meantime. Runs on the event loop's thread."""
+        """Send a message, or do nothing if the connection is closed. Runs on the event loop's thread."""
         if self.dealer.is_open:
             self.dealer.send(message)
 

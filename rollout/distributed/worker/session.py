@@ -238,8 +238,8 @@ class RankSession:
         return ended
 
     def _enter(self, message: wire.RegisterAck) -> None:
-        # Record the current state first: changes since the registration are reported below, once the engine has reached
-        # the requested state.
+        # Mark the current state as sent. Changes since the registration are reported at the end of this method, once the
+        # engine has reached the requested state.
         self._note_state()
         # Set the version only if it is higher: setting the current version again would announce changed weights.
         if self._follows_version and message.policy_version > self._engine.policy_version:

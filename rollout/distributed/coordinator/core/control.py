@@ -122,7 +122,7 @@ class ControlPlane:
                 self._settle(command_id)
 
     def next_deadline(self) -> float:
-        """Return the earliest deadline of a pending call, or infinity."""
+        """Return the earliest deadline of a pending call, or infinity if no call is pending."""
         return min((call.deadline for call in self._calls.values()), default=float("inf"))
 
     def expire(self, now: float) -> None:

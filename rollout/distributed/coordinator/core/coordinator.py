@@ -209,7 +209,7 @@ class CoordinatorCore:
         return self.peers.take_outbox(self._now)
 
     def take_text_jobs(self) -> list[TextJob]:
-        """Return new tokenizer jobs. The caller must answer each with `tokenized` or `detokenized`."""
+        """Return the tokenizer jobs since the last call. Each is answered with `tokenized` or `detokenized`."""
         return self.requests.take_text_jobs()
 
     def take_decisions(self) -> list[ScheduleRecord]:

@@ -87,7 +87,7 @@ class Dispatcher:
     def any_rank_ready(self) -> bool:
         """Whether any rank is ready for work, even if it has no room now. In deterministic mode all ranks must be ready."""
         if self._deterministic:
-            # Wait until all ranks are ready, or the assignments would depend on the order in which the ranks connect.
+            # Wait until all ranks are ready. Otherwise the assignments would depend on the order in which ranks connect.
             return self.router.complete and bool(self._peers.ranks) and not self._unready
         return len(self._peers.ranks) > len(self._unready)
 
@@ -204,7 +204,7 @@ class Dispatcher:
             heappush(self._queue, (0 if self._deterministic else -request.priority, request.request_id, request))
 
     def dispatch(self) -> None:
-        """Assign queued samples to ranks until no rank has room."""
+        """Assign queued samples to ranks until the queue is empty or no rank has room."""
         while self._queue and self.any_rank_ready:
             request = self._queue[0][2]
             if not request.queued:

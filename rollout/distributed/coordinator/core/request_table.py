@@ -161,7 +161,7 @@ class RequestTable:
         return (None, None) if request.closed else (request, stretch)
 
     def take_text_jobs(self) -> list[TextJob]:
-        """Return new jobs for the tokenizer."""
+        """Return the tokenizer jobs created since the last call."""
         taken, self._new_jobs = self._new_jobs, []
         return taken
 
@@ -180,7 +180,7 @@ class RequestTable:
         self._dispatcher.enqueue(request)
 
     def detokenized(self, job_id: int, texts: Sequence[str | None]) -> None:
-        """Forward a stretch to its client, because the texts of its finished completions have arrived."""
+        """Add the decoded texts of finished completions to their stretch, and forward it to the client."""
         request, stretch = self._done(job_id)
         if request is not None and stretch is not None:
             remaining = iter(texts)
@@ -211,7 +211,7 @@ class RequestTable:
         if not wants_text:
             self._forward(request, stretch)
             return
-        # Forward the tokens of running samples now, and those of finished samples once their text is decoded.
+        # Forward the tokens of running samples now. Finished samples are forwarded once their text is decoded.
         going_on = set(stretch.indices).difference(ended)
         if going_on:
             self._forward(request, stretch.only(going_on))
@@ -242,7 +242,7 @@ class RequestTable:
             self._due = min((request.deadline for request in self), default=math.inf)
 
     def look_for_ranks(self, now: float) -> None:
-        """Start the clock for `give_up` if no rank is ready, and reset it if a rank is ready."""
+        """Note since when no rank has been ready, for `give_up`. If a rank is ready, the time is reset."""
         ready = self._dispatcher.any_rank_ready
         self._without_rank_since = math.inf if ready else min(self._without_rank_since, now)
 

@@ -82,7 +82,7 @@ class RankPeer(Peer):
     tokens: int = 0
     """The number of tokens that the rank has reported in this session."""
     latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
-    """The (seconds to the first token, seconds per later token) of recently finished samples."""
+    """One pair (seconds to the first token, seconds per later token) per recently finished sample."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
     """The rank's open assignments, indexed by attempt."""
 
@@ -117,7 +117,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """An open group of n samples."""
+    """A request for a group of n samples, from its submission until all samples have finished."""
 
     request_id: int
     client: ClientPeer

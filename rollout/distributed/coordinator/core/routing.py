@@ -55,7 +55,7 @@ class _Rank:
     stamp: int = -1
     """The number of the rank's latest assignment, counted over all ranks; -1 if the rank has had no assignment."""
     expected: dict[int, int] = field(default_factory=dict)
-    """The expected hashes: hash → number of claims on it."""
+    """The expected hashes: hash → number of open claims that contain the hash."""
     listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """The listed hashes, the least recently used first."""
 
@@ -186,8 +186,8 @@ class Router:
     def _by_score(self, candidates: list[_Rank], asked: Sequence[int], samples: int) -> list[Placement]:
         alpha, beta, blocks = self._alpha, 1 - self._alpha, len(asked)
         matches = [rank.match(asked) for rank in candidates]
-        # Order by score, then by latest assignment, then by name: the index stands for the name, because candidates are
-        # sorted by name.
+        # Order by score, then by latest assignment, then by name. Comparing indices is comparing names, because the
+        # candidates are sorted by name.
         heap = [
             (-(alpha * (match / blocks) + beta * rank.free()) if blocks else -rank.free(), -rank.stamp, index)
             for index, (rank, match) in enumerate(zip(candidates, matches, strict=True))
