@@ -1,4 +1,4 @@
-"""The listening address of a server. Without an import of torch, a wrong address is reported before the model is loaded."""
+"""The listening address of a server. This module does not import torch, so a wrong address is reported before loading."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _described(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object. A null means the default, and is allowed even in unknown fields."""
+    """A JSON object in a request. A null means the default, and is allowed even in unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid",

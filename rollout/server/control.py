@@ -220,7 +220,7 @@ class Control:
         return told | {"aborted": 0, "flushed_blocks": 0} | done
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM; raise `ApiError` 409 if the engine's state or its direct mode does not allow this."""
+        """Call a method of the LLM; raise `ApiError` 409 if it needs another engine state or a missing coordinator."""
         try:
             return await self._serving.ask(method, *arguments)
         except RuntimeError as exc:

@@ -39,11 +39,11 @@ from rollout.errors import (
 CLIENT_GONE = 499
 """The status under which metrics count a client that disconnected; it is never sent."""
 MAX_MESSAGE, MAX_PARAM = 3000, 160
-"""The maximum number of characters of a message and of a field's name. Both are limited because a client can choose them."""
+"""The maximum number of characters of a message and of a field's name, both of which can quote a client's input."""
 
 
 class ErrorDetail(BaseModel):
-    """The description of an error."""
+    """The fields of an error in OpenAI's format."""
 
     message: str
     type: str
@@ -97,7 +97,7 @@ class ClientGoneError(ApiError):
 
 
 def _cut(text: str, most: int) -> str:
-    """Shorten a text to `most` characters by removing its middle. A message says at its end how to correct the request."""
+    """Shorten a text to `most` characters by removing its middle. The end, which says how to fix the request, stays."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 
@@ -153,7 +153,7 @@ _HTTP_NAMES = {
     "return_kept_tokens": "return_sampling_mask",
     "adapter": "model",
 }
-"""The name in a request body of each field of a Python class, if the two names differ."""
+"""A dict from the name of a field in Python to its name in a request body, for the fields whose names differ."""
 
 
 def describe(exc: BaseException) -> ApiError:
@@ -222,7 +222,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
 
 
 def _field(error: Any) -> str | None:
-    """Return the path of the field in an error, or None for the whole body.
+    """Return the path of the field that a pydantic error is about, or None for the whole body.
 
     For example, `("body", "messages", 0, "content", "Many", 1)` → `messages[0].content[1]`."""
     location = error["loc"][1:]

@@ -210,7 +210,7 @@ class _Uvicorn(uvicorn.Server):
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise `KeyboardInterrupt` inside the block, if this is the main thread."""
+    """Make SIGINT and SIGTERM raise `KeyboardInterrupt` during the `with` block. Do nothing outside the main thread."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}

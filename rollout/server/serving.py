@@ -130,7 +130,7 @@ class Serving:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Mark a pause as in progress inside the block: `admit` then keeps rejecting although the engines still run."""
+        """Mark a pause as in progress during the `with` block, so that `admit` rejects even while the engines run."""
         self._closing += 1
         try:
             yield
@@ -149,7 +149,7 @@ class Serving:
 
     @contextmanager
     def computing(self, reply_id: str, request_ids: Iterable[int]) -> Iterator[None]:
-        """Register a reply inside the block, so that `abort(reply_id)` and a shutdown can abort its requests."""
+        """Register a reply during the `with` block, so that `abort(reply_id)` and a shutdown can abort its requests."""
         self._computed[reply_id] = tuple(request_ids)
         try:
             yield
@@ -172,11 +172,11 @@ class Serving:
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Return whether a control call aborted this unfinished reply. Its stream then finishes with the tokens so far."""
+        """Return whether a control call has aborted the open reply, whose stream then finishes with the tokens so far."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:
-        """Abort all requests over HTTP; return the number of aborted requests."""
+        """Abort the requests of all open replies; return the number of aborted requests."""
         return sum([await self.abort(reply_id) for reply_id in tuple(self._computed)])
 
     @staticmethod

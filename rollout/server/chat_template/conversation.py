@@ -39,7 +39,7 @@ Process = Callable[[str, Sequence[MessageImage]], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A tokenised prompt."""
+    """The token ids of a rendered conversation, and how they were made."""
 
     token_ids: list[int]
     digest: str
@@ -159,7 +159,7 @@ class Conversation:
         return rendered(self._reader.ids(text, "messages"), 0, why)
 
     def reader_for(self, prompt: RenderedPrompt, tools: Tools | None, *, reasons: bool) -> Callable[[], ReplyReader]:
-        """Return a function that builds a reader for one reply to a prompt.
+        """Return a function that builds a reader for one reply (sample) to `prompt`.
 
         Args:
             tools: the offered tools, whose calls the reader splits off.

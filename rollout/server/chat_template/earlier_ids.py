@@ -18,7 +18,7 @@ from rollout.errors import InvalidRequestError
 from rollout.requests.prompt import Message, plain_arguments
 
 Write = Callable[[list[Message]], str]
-"""A chat template with all arguments bound except the messages."""
+"""A function that renders messages with the chat template, whose other arguments are already bound."""
 
 DIGEST_BYTES = 16
 
@@ -76,7 +76,7 @@ class EarlierReply:
 def latest_reply(
     messages: Sequence[Mapping[str, Any]], plain: list[Message], ask: Write, vocab_size: int
 ) -> tuple[EarlierReply | None, str | None]:
-    """Return the latest reply whose digests match and the reason why the last reply's ids are not used. Either may be None.
+    """Return (latest reply whose digests match, reason why the last reply's ids are not used). Either may be None.
 
     Args:
         messages: the conversation. An assistant message may have `rollout`, an object with token ids and digests.
@@ -114,7 +114,7 @@ def _what_changed(plain: list[Message], index: int, rollout: Mapping[str, Any], 
     try:
         prompt = text_digest(ask(plain[:index]))
     except InvalidRequestError:
-        # Treat a conversation that the template rejects as changed, because the template did render the reply's prompt.
+        # Treat a conversation that the template rejects as changed, because the original prompt was not rejected.
         return _OTHER_PROMPT
     if prompt != rollout["prompt_digest"]:
         return _OTHER_PROMPT

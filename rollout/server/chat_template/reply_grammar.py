@@ -57,8 +57,8 @@ def reply_constraint(
     if tools:
         rules += _rules_of_calls(tools)
     if schema is None:
-        # Apply the rules to the whole reply: this grammar does not separate reasoning from text, so a call inside
-        # reasoning must match them too.
+        # Constrain calls anywhere in the reply, even inside reasoning, because this grammar has no rule for where the
+        # reasoning ends.
         rules += ["opening[lazy]: TEXT " + json.dumps(HERMES.marker), _TEXT]
         return _grammar(["start: (opening body)* TEXT", *rules])
     begin = _reasoning(reasoning, rules)
@@ -100,7 +100,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        # Move definitions to the root of the call's schema, because references are resolved from the root.
+        # Copy definitions to the root of the call's schema, because references such as #/$defs/X start at the root.
         call |= {word: arguments[word] for word in ("$defs", "definitions") if word in arguments}
         rules.append(f"call_{place}: {json_rule(call)}")
     names = " | ".join(f"call_{place}" for place in range(len(tools)))

@@ -40,7 +40,7 @@ class ReplyReader:
         calls: parser that splits off the tool calls. If None, calls stay in the content.
 
     Attributes:
-        called: whether the text so far has called a function.
+        called: whether the text so far contains a tool call.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, calls: ToolCallParser | None) -> None:
@@ -133,7 +133,7 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ToolCallParser:
-    """An incremental tool-call parser of one reply. A state is a method that consumes text from the front of the buffer.
+    """An incremental tool-call parser of one reply. Its states are methods, which return False when they need more text.
 
     Text before, between and after calls is content. Only the formatting of calls is dropped: their markers, the white space
     before a call, and the white space between the last call and the end of the reply.

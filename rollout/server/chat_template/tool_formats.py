@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of every parameter, by function name and parameter name."""
+"""A dict from function name to a dict from parameter name to the parameter's JSON schema."""
 Call = tuple[str, str]
 """A tool call: (function name, arguments as JSON text)."""
 
@@ -51,7 +51,7 @@ class ToolFormat:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
 
     def calls(self, text: str, schemas: Schemas) -> list[Call]:
-        """Return the calls of the text between `marker` and `closing`; raise `ValueError` for any other text."""
+        """Return the calls in a block's text; raise `ValueError` for other text. `schemas` has the types of parameters."""
         if self.call is None:
             return _json_calls(text)
         found = []
@@ -70,7 +70,7 @@ _NAME = re.compile(r"[^\W\d][\w.:-]*")
 
 
 def _each(pattern: str, text: str) -> list[re.Match[str]]:
-    """Return adjacent matches that cover the whole text; raise `ValueError` if there is no such cover."""
+    """Return the adjacent matches of `pattern` that cover the whole text; raise `ValueError` if they do not."""
     found: list[re.Match[str]] = []
     at, compiled = 0, re.compile(pattern, re.DOTALL)
     while at < len(text) or not found:

@@ -88,7 +88,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """The choices of one chat. `texts` has the texts of tokens in log-probs; `reader` creates a reader for each sample."""
+    """The choices of one chat reply. `texts` gives tokens' texts in log-probs; `reader` builds a parser per sample."""
 
     def __init__(
         self,

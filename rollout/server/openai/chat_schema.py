@@ -116,7 +116,7 @@ class Message(Body):
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None
-    """In a tool message, id of the call that the message answers."""
+    """In a tool message, the id of the call that the message answers."""
     tool_calls: list[ToolCall] | None = None
     """In an assistant message, the tool calls of the reply."""
     reasoning_content: str | None = None
@@ -200,7 +200,7 @@ class TemplateFields(Body):
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def rendered_by(self, conversation: Conversation, messages: list[Message]) -> RenderedPrompt:
-        """Render a conversation; raise `InvalidRequestError` if it is invalid."""
+        """Render and tokenise `messages` with these options; raise `InvalidRequestError` if they are invalid."""
         return conversation.render(
             [message.model_dump(exclude_none=True) for message in messages],
             tools=self.shown_tools,
@@ -271,7 +271,7 @@ class ChatRequest(SamplingBody, TemplateFields):
     `text` requires the package extra `structured`."""
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Value of the chat template's variable of this name. `none` also sets `enable_thinking=false`."""
+    """Value of the chat template's variable `reasoning_effort`. `none` also sets `enable_thinking=false`."""
     parallel_tool_calls: bool = True
     """Whether a reply may have several calls. false is an error if the template's call format does not mark a call's end."""
     # These fields of OpenAI's API are accepted, without effect.

@@ -38,7 +38,7 @@ REPLY: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
-"""The argument `responses` (for FastAPI) of the routes that generate."""
+"""FastAPI's argument `responses` of the routes that generate completions."""
 
 # This matches the beginning of the engine's message for a constraint error.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
@@ -54,7 +54,7 @@ def admit(serving: Serving, request: Request, body: RequestFields, prompts: int)
 
 
 def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) -> dict[str, Any]:
-    """Return the fields common to a reply and its chunks: id, object, created, model."""
+    """Return the fields common to a reply and its chunks: id (begins with `prefix`), object (`kind`), created, model."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -84,7 +84,7 @@ def work_of(body: SamplingFields, size: int) -> int:
 
 
 def listed(serving: Serving, options: SamplingFields, prompt_tokens: int) -> int | None:
-    """Return the number of most likely tokens per prompt position. Raises the errors of `listed_per_position`."""
+    """Return how many most likely tokens to list per prompt position. Raises the errors of `listed_per_position`."""
     return listed_per_position(options.prompt_logprobs, serving.llm.controller.layout.vocab_size, prompt_tokens)
 
 
@@ -106,7 +106,7 @@ def texts_for(serving: Serving, body: SamplingBody) -> TokenTexts:
 
 
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
-    """Return a 400 whose message begins with `where`. Its `param` is the field with which `exc` begins, else the prompt."""
+    """Return a 400 whose message begins with `where`. Its `param` is the field that begins `exc`, or else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
         field = body.constraint_field
         return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)

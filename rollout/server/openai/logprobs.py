@@ -1,6 +1,6 @@
 """Log-probs in OpenAI's two formats, a prompt's log-probs in vLLM's format, and the texts of single tokens.
 
-Every generated token has one entry, even if it shows no text. The concatenated bytes of the tokens are the text's UTF-8,
+Every generated token has one entry, even if it adds no text. The concatenated bytes of the tokens are the text's UTF-8,
 even if a character spans several tokens. A log-prob of minus infinity is written as -9999.
 """
 
@@ -17,7 +17,7 @@ from rollout.server.errors import bad_request
 from rollout.server.openai.samples import prompt_columns
 
 MAX_LISTED = 1_000_000
-"""The maximum number of entries in the prompt log-probs of a request. They are about 60 MB of JSON."""
+"""The maximum number of entries in the prompt log-probs of a request. This many entries take about 60 MB of JSON."""
 LOWEST = -9999.0
 """The number that replaces minus infinity (a token removed by a filter), which JSON cannot represent."""
 
@@ -45,7 +45,7 @@ class TokenTexts:
         return b"" if self._known is None else self._known.of(token)
 
     def shown(self, token: int, *, first: bool) -> bytes:
-        """Return the bytes that the token adds to the text: none if it is special. The first may lose its leading space."""
+        """Return the bytes that a token adds to the text, none if special. The `first` one may lose its leading space."""
         if self._known is None or token in self.special:
             return b""
         if first and not self._known.byte_level:
@@ -99,7 +99,7 @@ class CompletionLogprobs:
         self._begun = False
 
     def take(self, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopN | None) -> dict[str, list[Any]]:
-        """Return the columns of the next tokens. See `chat_logprobs` for the arguments.
+        """Return the columns of `logprobs` for the next tokens of the choice. See `chat_logprobs` for the arguments.
 
         `text_offset` counts characters. A token that begins inside a character has that character's offset.
         `top_logprobs` includes the token itself. An entry is null if the token has no log-prob.

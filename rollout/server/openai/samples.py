@@ -65,8 +65,8 @@ def _joined_routes(pieces: list[TextDelta]) -> Routes | None:
     for each in pieces:
         known += len(each.token_ids)
         if each.routed_experts is not None:
-            # Position i is the position from which token i of the pieces was sampled. The rows of a piece end with the
-            # position of its last token.
+            # Number positions so that token i of the joined pieces was sampled from position i. The last row of a
+            # piece's routes belongs to its last token.
             parts.append((known - len(each.routed_experts), each.routed_experts))
     return overlaid(parts)[1] if parts else None
 

@@ -121,7 +121,7 @@ class EventStream(Response):
 
     def __init__(self, serving: Serving, first: bytes, source: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # Remove the header, because the length is unknown until the end.
+        # Remove this header, because the length of a stream is unknown until the end.
         del self.headers["content-length"]
         self._serving = serving
         self._first = first
