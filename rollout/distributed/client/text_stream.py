@@ -99,7 +99,7 @@ class GroupText:
 
 
 def whole(request: DynamicInferenceRequest, *, restarted: bool = False) -> TextDelta:
-    """Return a finished sample as a single delta."""
+    """Return all text and tokens of a finished sample as a single delta; `restarted` is copied to the delta."""
     return TextDelta(
         request.sample_index,
         request.generated_text or "",

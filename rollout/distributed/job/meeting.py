@@ -91,8 +91,8 @@ class Gathering:
     Args:
         engine: the engine whose weights are gathered.
         meet: a function that takes the name of a call and waits until all ranks are at this call's barrier; without a
-            coordinator it does nothing. Because a rank that timed out at the barrier still counts as arrived, the ranks
-            then also agree through the store.
+            coordinator it does nothing. After the barrier the ranks also agree through the store, because a rank that
+            timed out at the barrier still counts as arrived there.
         world: the ranks that gather together; None if this rank can gather its weights alone.
         calls: the calls that every rank must make, for error messages.
     """

@@ -1,4 +1,4 @@
-"""The samples assigned to a rank: the attempt that computes each sample, and the number of its tokens already sent."""
+"""The samples assigned to a rank: the assignment (attempt) of each sample, and the number of its tokens already sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN: Known = (0, 0, 0)
 
 @dataclass(eq=False, slots=True)
 class Assignment:
-    """The samples of one request that this rank computes in one attempt."""
+    """The samples of one request that one `Assign` message, with the id `attempt`, assigns to this rank."""
 
     request_id: int
     attempt: int
@@ -33,7 +33,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """The samples with the same reporting interval. It is counted in steps, each of at most one token per sample."""
+    """The samples with the same reporting interval. It is measured in steps: a step adds at most one token to a sample."""
 
     steps: int = 0
     """The number of steps since the last report."""
