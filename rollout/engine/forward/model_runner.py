@@ -116,7 +116,7 @@ class ModelRunner:
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
-        """Zero and copy KV blocks as in `work`, then return `forward`'s logits. Tensor-parallel ranks all call this."""
+        """Zero and copy the KV blocks in `work`, then return `forward`'s logits. All tensor-parallel ranks call this."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)
@@ -131,7 +131,7 @@ class ModelRunner:
         self._together.zero_blocks(blocks)
 
     def move_states(self, moves: Rows[tuple[int, int]]) -> None:
-        """Copy recurrent states between slots, as (source, destination), all at once. A negative source means zeros."""
+        """Copy recurrent states for all pairs (source slot, destination slot) at once. A negative source means zeros."""
         if moves:
             self.states.move(moves)
 
@@ -234,7 +234,7 @@ class DecodeRuns:
         """Return whether `run` can run several decode steps for the rows of `step`.
 
         All rows must be decoding, without named adapters and without images that shift later positions. Tokens must be drawn
-        from the logits divided by the temperature, without other edits, and no results but their log-probs be requested.
+        from the logits divided by the temperature, without other edits. No results but tokens and log-probs may be needed.
         """
         runner, rows = self._runner, step.rows
         table, installation = runner.table, runner.installation

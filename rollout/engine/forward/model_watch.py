@@ -101,7 +101,10 @@ class ModelWatch:
         return self._modules
 
     def changed_settings(self) -> str:
-        """List, separated by commas, the changed settings of the config and the attention layers that may affect masks."""
+        """Return the names, joined by commas, of the settings that have changed and may affect masks.
+
+        Settings are attributes of the model's config and of its attention layers.
+        """
         before, now = self._settings, self._mask_settings()
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 

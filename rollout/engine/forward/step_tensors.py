@@ -45,7 +45,10 @@ def sample_step(
     *,
     exact: bool,
 ) -> StepTokens:
-    """Draw one token for each of the R sampled rows of a step, from logits [R, V]. The result includes `values` as it is."""
+    """Draw one token for each of the R sampled rows of a step, from logits [R, V].
+
+    The result also contains `values`, which the user's value function has computed for these rows.
+    """
     rows = step.sampled_rows
     params = sampling.select(rows)
     length = table.length[rows]

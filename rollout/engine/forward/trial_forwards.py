@@ -128,7 +128,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
     paged = paged_logits(runner, tokens, *cuts, routes=chunks)
     if len(set(map(len, chunks))) != 1 or not chunks[0]:
         return found
-    # Let a router choose by itself if it chose different numbers of experts in different chunks: they cannot be joined.
+    # Let a router choose freely if it chose different numbers of experts in different chunks: these cannot be joined.
     joined = [
         torch.cat(each) if len({part.shape[1] for part in each}) == 1 else None for each in zip(*chunks, strict=True)
     ]

@@ -112,7 +112,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that `module` calls for an attention implementation, as the file of its class looks it up."""
+    """Look up the attention function of an implementation in the same way as the file that defines the module's class."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)

@@ -18,7 +18,7 @@ WITHOUT_STATE = ("mlp", "moe")
 
 @dataclass(frozen=True)
 class RecurrentLayers:
-    """The indices of a model's layers with and without a state per sequence. It is falsy if no layer keeps a state."""
+    """The indices of a model's layers with and without a state per sequence. Falsy if no layer keeps a state."""
 
     stateful: frozenset[int]
     """The layers that keep a recurrent or convolutional state."""
