@@ -173,7 +173,7 @@ class GroupJournal:
     def in_flight(self, group_id: int, tokens: list[int], params: SamplingParams) -> Samples | None:
         """Return the samples of a group that was in flight at the checkpoint and has finished since.
 
-        None means that the group still has to be generated.
+        None means that the group still has to be generated: the journal lacks it, or its prompt or parameters differ.
         """
         place = self._by_id.get(group_id)
         group = self._read(place)

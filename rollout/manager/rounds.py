@@ -108,7 +108,7 @@ class Rounds:
         return self.loop.groups
 
     def new_pacer(self, updates_per_round: int = 1) -> StalenessPacer:
-        """Return a pacer for the configured `max_staleness`."""
+        """Return a pacer for the configured `max_staleness`, with this number of updates in its last round."""
         return StalenessPacer(self.engine.config.max_staleness, updates_per_round)
 
     # --- turns of blocking calls --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def lines(
 
 
 def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, shares: bool = False) -> str:
-    """Return a chart of stacked areas over steps; None counts as 0. With `shares`, values are shares of a step's sum."""
+    """Return a chart of stacked areas; see `lines`, but None counts as 0. With `shares`, draw shares of each step's sum."""
     columns = [[value or 0.0 for value in values] for _, _, values in series]
     present = [name for (name, _, _), values in zip(series, columns, strict=True) if any(values)]
     if not present:

@@ -243,7 +243,7 @@ class DeltaJoin:
         self._columns = {name: values for name, values in self._columns.items() if COLUMNS[name].outlives_restart}
 
     def add(self, start: int, prompt_version: int, token_ids: bytes, log_probs: bytes) -> VersionSpans:
-        """Add tokens; return the spans to which the caller must append the versions of these tokens."""
+        """Add tokens, packed as in `SampleDelta`; return the spans to which the caller must append their versions."""
         if not start or not self._token_ids:
             self._begin(start, prompt_version)
         self._token_ids.append(token_ids)
@@ -334,6 +334,7 @@ def first_unknown(live: DynamicInferenceRequest, made: int, known: int, prompt_v
     """Return the index of the first completion token to send: `known`, or 0 if the sample was restarted meanwhile.
 
     A restart changes the version of the prompt: a restarted prompt has a later version than the tokens before the restart.
+    `made` is the `completion_length`; `known` and `prompt_version` are as in `growth`.
     """
     same_life = made >= known and (not known or version_of_prompt(live) == prompt_version)
     return known if same_life else 0

@@ -109,11 +109,11 @@ class DynamicInferenceRequestRecord:
         return next((segment.ttft for segment in self.segments if segment.ttft is not None), None)
 
     def joined(self, name: str) -> list[Any]:
-        """Return the entries of a list field, concatenated over all segments."""
+        """Return the entries of the list field `name`, concatenated over all segments."""
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """Return a per-token field of the original prompt from the first segment that has all its entries, or None."""
+        """Return the per-token field `name` of the original prompt, from the first segment that has all entries, or None."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)

@@ -89,10 +89,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all tasks on the loop and stop the thread; wait for it, at most `timeout_s` seconds if given.
-
-        Repeated calls have no effect.
-        """
+        """Cancel all tasks and stop the thread; wait for it, up to `timeout_s` if given. Repeated calls have no effect."""
         self.refuse_inside("close()")
         with self._handing_over:
             if not self._closed:

@@ -158,7 +158,7 @@ class BatchImages:
         return replace(packed, attention_mask=torch.cat([packed.attention_mask, lasts[None, None, None]], dim=2))
 
     def _mark(self, input_ids: Tensor, numbers: Sequence[int]) -> list[int]:
-        """Return, for each row, the first row whose tokens and images are the same up to the last image placeholder."""
+        """Return, for each row in `numbers`, the first row with the same tokens and images up to the last placeholder."""
         known: dict[Any, int] = {}
         first_of: list[int] = []
         digest, before = b"", None

@@ -137,7 +137,7 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
-    """Return the spans of a tree in order. A span's keys follow its path's keys and start at a kernel block."""
+    """Return the spans of a tree, in order. The keys of a span follow the keys of its path and start at a kernel block."""
     spans: list[_Span] = []
     path: list[_Span] = []
     for start, stop in _segments(ends, depths, limit):

@@ -149,7 +149,7 @@ class _Rows:
         return rows
 
     def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-        """Return the routes, int16 [B, T, layers, k], of the tokens `ids` [B, T] of a forward pass."""
+        """Return the routes, int16 [B, T, layers, k], for a forward pass with these token ids [B, T], mask and positions."""
         real, starts = np.ones(ids.shape, bool), None
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             real = mask.cpu().numpy().astype(bool)

@@ -289,7 +289,7 @@ class _Results:
     def _replayed(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
     ) -> Tensor:
-        """Return log-probs [K] over the sets that the K tokens were drawn from."""
+        """Return the log-probs [K] of `targets` over the sets that they were drawn from, with temperatures `warm` [K]."""
         device = logits.device
         counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         if self._kept is not None:
