@@ -211,7 +211,7 @@ class InferenceConfig(Options):
 
     @property
     def step_tokens(self) -> int:
-        """The token budget of one step: `max_tokens_per_step`, or if None, the CPU default (CUDA engines set their own)."""
+        """The token budget of one step: `max_tokens_per_step`, or if that is None, the default of engines on a CPU."""
         return max(2048, self.max_requests) if self.max_tokens_per_step is None else self.max_tokens_per_step
 
 

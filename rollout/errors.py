@@ -83,7 +83,7 @@ class RequestAbortedError(RequestError):
 
 
 class RequestFailedError(RequestError):
-    """The error of a request whose engine step raised an exception, which is `__cause__`."""
+    """The error of a request that an engine step was computing when it raised an exception, which is the `__cause__`."""
 
 
 class StaleRequestError(RequestError):
@@ -175,7 +175,7 @@ class ConnectionLostError(RolloutError, ConnectionError):
 
 
 class JournalError(RolloutError, OSError):
-    """The error of a journal whose storage does not meet the requirements, or that is not open in this process."""
+    """The error of a journal whose files cannot be read, written or synced, or that is not open in this process."""
 
 
 class SerializationError(RolloutError, ValueError):
@@ -377,7 +377,7 @@ class Options(NamedOptions):
             ) from exc
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed, and validate it."""
+        """Return a copy with the fields in `changes` replaced. The copy is validated again."""
         return replace(self, **changes)  # type: ignore[type-var]
 
     @classmethod

@@ -423,7 +423,7 @@ class SamplingParams(NamedOptions):
         return prefix_share(self.cache_salt, self.adapter)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed, validated again."""
+        """Return a copy with the fields in `changes` replaced. The copy is validated again."""
         return replace(self, **changes)
 
     def serialize(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class KVCacheManagementMode(StrEnum):
 
     @classmethod
     def parse(cls, mode: Self | str | None) -> Self | None:
-        """Return the member with this name, or None for None. Any other name raises `ConfigError`."""
+        """Return the member with the name `mode`; None stays None. Any other name raises `ConfigError`."""
         try:
             return None if mode is None else cls(mode)
         except ValueError:

@@ -56,7 +56,7 @@ COMPUTED = frozenset({
 
 
 class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
-    """The exception for a call that the engine does not support; the message gives the reason."""
+    """The exception for a `generate` call that the engine does not support; the message gives the reason."""
 
 
 def check_arguments(config: GenerationConfig, streamer: object, given: dict[str, Any]) -> None:

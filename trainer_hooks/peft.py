@@ -75,7 +75,7 @@ _ABSENT = object()
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Return all modules with attributes for the active adapter (see `_FLAGS`), whose values `adapter` changes."""
+    """Return all modules that have some of the attributes `_FLAGS`."""
     return [
         module
         for module in model.modules()

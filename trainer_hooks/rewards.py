@@ -27,7 +27,7 @@ class RewardPool:
     """A reward function that runs in other processes.
 
     Args:
-        reward: a reward function as for `generate_scored` (samples of a group → numbers) or as for TRL (columns of rows →
+        reward: a reward function for `generate_scored` (samples of a group → numbers) or for TRL (columns of rows →
             numbers). It is pickled together with its arguments, so it must be a module-level function.
         processes: number of processes, and so the maximum number of simultaneous calls.
         timeout_s: maximum duration of one call, in seconds.
@@ -64,7 +64,7 @@ class RewardPool:
         return self._threads.submit(self._call, len(samples), (list(samples),), {})
 
     def __call__(self, *, completions: Sequence[Any], **columns: Any) -> Rewards:
-        """Return the rewards of rows, as TRL requires. The reward function is called once for the rows of each prompt."""
+        """Return one reward per row, as TRL requires. The reward function is called once for the rows of each prompt."""
         rows = {name: value for name, value in columns.items() if name not in NOT_PASSED} | {"completions": completions}
         prompts = columns.get("prompts", completions)
         futures = []

@@ -131,7 +131,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the metrics since the previous log, as the class docstring describes."""
+        """Add the rollout's metrics since the previous log to `logs`, and report them as the class docstring describes."""
         if not self._log or self.attachment is None or logs is None or "loss" not in logs:
             return
         metrics = self._join(logs, state)

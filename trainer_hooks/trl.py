@@ -187,7 +187,7 @@ class TrlAttachment:
             self._put(rollout_func=lambda prompts, trainer: self.roll_out(prompts))
 
     def fill_batches(self, keep: Keep) -> None:
-        """Replace groups that `keep` rejects by groups of other prompts."""
+        """Make TRL replace the groups that `keep` rejects by groups of other prompts."""
         full = FullBatches(self.trainer, keep, self.trainer._generate_and_score_completions)
         self._put(
             _generate_and_score_completions=full, _calculate_rewards=full.rewards(self.trainer._calculate_rewards)

@@ -18,7 +18,7 @@ Log = bool | Collection[str]
 
 
 class Follower(RolloutCallback):
-    """A `RolloutCallback` that is called before the reporters, and can resume without a state file of the rollout."""
+    """A `RolloutCallback` that runs before the callbacks that report logs, and can resume without a rollout state file."""
 
     def __init__(self, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool) -> None:
         super().__init__(manager, mode=mode, log=log, checkpoint=checkpoint)
@@ -39,7 +39,7 @@ class Follower(RolloutCallback):
 
     def _resume(self, args: Any, state: Any) -> None:
         if self.manager.policy_version:
-            # Load nothing, because an earlier training run has already raised the rollout's policy version.
+            # Load nothing: only a new manager can load a state, and this one has already been used in a training run.
             return
         file = self._file_to_resume(args, state)
         if file is not None and file.saved_by_anybody:
@@ -58,7 +58,7 @@ class Follower(RolloutCallback):
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
     """Return a `Follower`, added to the trainer unless that has a `RolloutCallback` for `manager`. `undo` removes it."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
-    # Add nothing, because the caller's RolloutCallback already does the same.
+    # Add nothing if the caller's own RolloutCallback already does the same.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):
         return follower
 

@@ -78,7 +78,7 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return int32 (kept ids of `rows` [N, ids per row], number of kept ids per token [N, tokens per row])."""
+        """Return (kept ids of `rows` [N, ids per row], number of kept ids per token [N, tokens per row]), both int32."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class UpdateWeightsRequest(Body):
-    """Body of `/update_weights`."""
+    """The body of `/update_weights`."""
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
     """Folder of safetensors on the server's machine, as written by `save_pretrained`."""
@@ -49,7 +49,7 @@ class UpdateWeightsRequest(Body):
 
 
 class WeightVersionRequest(Body):
-    """Body of `/update_weight_version`, which announces that the program that owns the model has changed the weights."""
+    """The body of `/update_weight_version`, which announces that the program that owns the model has changed the weights."""
 
     new_version: (
         Annotated[int, Field(ge=0, le=MAX_VERSION)] | Annotated[str, StringConstraints(pattern="^[0-9]{1,18}$")] | None
@@ -58,7 +58,7 @@ class WeightVersionRequest(Body):
 
 
 class AbortRequests(Body):
-    """Body of `/abort_requests`."""
+    """The body of `/abort_requests`."""
 
     request_ids: Annotated[list[Text], Field(max_length=4096)] | None = None
     """Ids of the replies to abort: `request_id` in replies of `/inference/v1/generate`, `id` in other replies. If null or
@@ -66,7 +66,7 @@ class AbortRequests(Body):
 
 
 class LoadAdapterRequest(Body):
-    """Body of `/v1/load_lora_adapter`. Other vLLM fields are ignored."""
+    """The body of `/v1/load_lora_adapter`. Other vLLM fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -80,7 +80,7 @@ class LoadAdapterRequest(Body):
 
 
 class UnloadAdapterRequest(Body):
-    """Body of `/v1/unload_lora_adapter`. Other vLLM fields are ignored."""
+    """The body of `/v1/unload_lora_adapter`. Other vLLM fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

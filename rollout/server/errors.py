@@ -185,9 +185,9 @@ def _of_framework(exc: HTTPException) -> ApiError:
 # --- errors in request bodies -----------------------------------------------------------------------------------------
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
-"""The pattern of parts of a Pydantic error location that are discriminator tags. The field path continues after them."""
+"""The pattern of a part of a pydantic error location that is the tag of a union, which is left out of the field's path."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
-"""The pattern of location parts that name an alternative of a union, or a key. The field path ends before them."""
+"""The pattern of a part that names an alternative of a union, or a key. The field's path ends before this part."""
 
 _SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
 

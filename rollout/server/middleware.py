@@ -59,7 +59,7 @@ class Boundary:
         except ClientGoneError as exc:
             status = exc.status
         except asyncio.CancelledError:
-            # If no reply has begun, the server shut down while the request's body was arriving. Reply with 503.
+            # Reply with 503 if no reply has begun: the server shut down while the request's body was still arriving.
             if not status:
                 await shutting_down().response()(scope, receive, watched)
         except Exception as exc:

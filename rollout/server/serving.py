@@ -44,7 +44,7 @@ class Serving:
     conversation: Conversation | None
     """The renderer of chat messages to token ids; None if the model has no tokenizer."""
     texts: Any
-    """The `TokenTexts` for the model's tokenizer, from which log-probs take the tokens' texts."""
+    """The `TokenTexts` of the model's tokenizer, which gives the tokens' texts in log-probs."""
     created: int = field(default_factory=lambda: int(time.time()))
     """The time at which the server was built, in seconds since 1970."""
     stopping: bool = False

@@ -39,7 +39,7 @@ Process = Callable[[str, Sequence[MessageImage]], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """The token ids of a rendered conversation, and how they were made."""
+    """A prompt, rendered from a conversation and tokenised."""
 
     token_ids: list[int]
     digest: str

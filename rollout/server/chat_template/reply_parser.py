@@ -119,7 +119,7 @@ class ReasoningParser:
 
 
 def parser_for(template: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Callable[[], ToolCallParser] | None:
-    """Return a function that builds a parser for one sample, or None if there are no tools or the format is unknown."""
+    """Return a function that builds a tool-call parser for one reply, or None without tools or for an unknown format."""
     known = format_of(template)
     if known is None or not tools:
         return None

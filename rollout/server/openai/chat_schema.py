@@ -248,7 +248,7 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(SamplingBody, TemplateFields):
-    """Body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     prompt_field = "messages"
 
@@ -352,7 +352,7 @@ class ChatRequest(SamplingBody, TemplateFields):
 
 
 class ChatTokensRequest(ChatRequest):
-    """Body of `POST /v1/chat/completions/tokens`, a chat whose prompt is given as token ids."""
+    """The body of `POST /v1/chat/completions/tokens`, a chat whose prompt is given as token ids."""
 
     tokens: Annotated[TokenIds, Field(min_length=1)]
     """Token ids of the prompt, used unchanged. `messages` and `tools` determine how the reply is parsed."""

@@ -17,8 +17,8 @@ from rollout.requests.token_columns import Routes, overlaid
 from rollout.server.errors import ApiError
 from rollout.state import FinishReason
 
-# STALE means that `max_staleness` cut the sample off (policy `partial`), as a length limit would. ABORT means that a control
-# call aborted the stream.
+# STALE becomes "length", because `max_staleness` has cut the sample off as a length limit would (policy `partial`). ABORT is
+# the reason only if a control call has aborted the stream.
 _FINISH_REASONS: dict[str | None, str | None] = {
     None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.STALE: "length",
     FinishReason.ABORT: "abort",

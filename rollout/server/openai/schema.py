@@ -222,7 +222,7 @@ class SamplingBody(RequestFields, SamplingFields):
 
 
 class CompletionRequest(SamplingBody):
-    """Body of `POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt_field = "prompt"
 

@@ -45,7 +45,7 @@ class GenerateParams(SamplingFields):
 
 
 class GenerateRequest(RequestFields):
-    """Body of `POST /inference/v1/generate`."""
+    """The body of `POST /inference/v1/generate`."""
 
     prompt_field = "token_ids"
 
@@ -73,7 +73,7 @@ class GenerateRequest(RequestFields):
 
 
 class TokenizeRequest(TemplateFields):
-    """Body of `POST /tokenize`, which contains either a text or a conversation."""
+    """The body of `POST /tokenize`, which contains either a text or a conversation."""
 
     model: str | None = None
     """Name of the served model or of an adapter."""
