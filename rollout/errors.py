@@ -18,7 +18,7 @@ RolloutError
 ├── DeadlineError          (TimeoutError)  a wait exceeded its deadline
 ├── ControlError           (RuntimeError)  engines did not complete a control call; has `engines`
 ├── ConnectionLostError    (ConnectionError) the coordinator is gone, or has closed this connection
-├── JournalError           (OSError)       the storage does not meet a journal's requirements
+├── JournalError           (OSError)       a journal's files cannot be read, written or synced
 └── SerializationError     (ValueError)    a received payload has an unexpected shape
 """
 

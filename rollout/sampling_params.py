@@ -231,7 +231,7 @@ def _option(
     host: str | None = None,
     hash: bool | None = None,
 ) -> Any:
-    """Declare a field of `SamplingParams` whose `metadata` contains these arguments. `role` is FILTER, PENALTY or None.
+    """Declare a field of `SamplingParams`, with `kind`, `role` (FILTER, PENALTY or None), `stored` and `host` as metadata.
 
     Args:
         stored: dtype in which the engine stores the option on the device for every running sequence. None if it does not.

@@ -89,7 +89,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
         why_not_replayed: reason why kept tokens are not replayed, with a remedy. Empty if there are no kept tokens.
     """
     params = _asked(trainer)
-    # Do not warn about greedy sampling: all advantages are then 0, so mismatched log-probs cannot harm the training.
+    # Do not warn about greedy sampling: equal completions have advantage 0, so mismatched log-probs do no harm.
     if params.top_k != 1 and (shaping := params.shaping()):
         shown = ", ".join(shaping)
         warnings.warn(
