@@ -230,8 +230,8 @@ class EngineLoop:
 
     def _apply(self) -> None:
         for late in self._late_groups():
-            number = late.number
-            self._delivery.fail(late, RequestTimeoutError(f"request {number}: its timeout_s has passed", number))
+            why = f"not finished after {time.time() - late.arrival_time:.3g} s; raise timeout_s (server: request_timeout_s)"
+            self._delivery.fail(late, RequestTimeoutError(f"request {late.number}: {why}", late.number))
         if self._commands:
             with self._changed:
                 commands, self._commands = self._commands, []

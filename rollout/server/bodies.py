@@ -36,11 +36,7 @@ class Body(BaseModel):
     """A JSON object in a request. A null means the default, and is allowed even in unknown fields."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        json_schema_extra=_described,
+        extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False, json_schema_extra=_described
     )
 
     @model_validator(mode="wrap")
@@ -98,7 +94,9 @@ def _parsed(model: type[Model], text: bytes) -> Model:
         return model.model_validate_json(text)
     except ValidationError as exc:
         errors = [{**error, "loc": ("body", *error["loc"])} for error in exc.errors(include_url=False)]
-        message, field = explain(errors, model.model_fields)
+        objects = {name: getattr(each.annotation, "model_fields", ()) for name, each in model.model_fields.items()}
+        inside = [f"{name}.{each}" for name, fields in objects.items() for each in fields]
+        message, field = explain(errors, [*objects, *inside])
         raise bad_request(message, field) from None
 
 

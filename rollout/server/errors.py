@@ -34,6 +34,7 @@ from rollout.errors import (
     StaleRequestError,
     WeightsChangedError,
     did_you_mean,
+    our_name,
 )
 
 CLIENT_GONE = 499
@@ -203,17 +204,21 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
 
     Args:
         errors: validation errors, as `RequestValidationError.errors()` returns them.
-        known: names of the body's fields. The message suggests the name that is most similar to an unknown one.
+        known: names of the body's fields, and of the fields of its objects as `object.field`, for suggestions.
     """
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
-    first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
+    first = unknown[0] if unknown and errors[0]["type"] in ("missing", "format") else errors[0]
     field = _field(first)
     if field is None:
         return f"the body must be a JSON object: {_reason(first)}", None
     if first["type"] == "extra_forbidden":
-        # Suggest similar names only for top-level fields, because `known` lacks the fields of objects inside the body.
-        near = known if len(first["loc"]) == 2 else ()
-        return f"{field}: there is no such field here; {did_you_mean(field, near, 'see /docs for the fields')}", field
+        # Suggest a synonym anywhere in the body, such as `sampling_params.n` for `best_of`, or a similar name beside it.
+        place, _, name = field.rpartition(".")
+        ours = _HTTP_NAMES.get(our_name(name), our_name(name))
+        same = [key for key in known if key.rpartition(".")[2] == ours and key != place]
+        near = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == place]
+        cure = f"did you mean {same[0]}?" if same else did_you_mean(name, near, "see /docs for the fields")
+        return f"{field}: there is no such field here; {cure}", field
     if first["type"] == "missing":
         return f"{field}: required, and missing", field
     reasons = dict.fromkeys(_reason(error) for error in errors if _field(error) == field)
@@ -242,4 +247,6 @@ def _field(error: Any) -> str | None:
 
 
 def _reason(error: Any) -> str:
-    return _SHOULD.sub("must", str(error["msg"]).removeprefix("Value error, "), count=1)
+    return _SHOULD.sub("must", str(error["msg"]).removeprefix("Value error, "), count=1).replace(
+        " after validation", ""
+    )

@@ -148,6 +148,9 @@ def test_options_out_of_range_or_unsafe_are_refused_by_name(options):
         (b"[" * 100_000, "application/json", "recursion limit"),
         (b'{"model": ' + b"9" * 5000 + b"}", "application/json", "out of range"),
         (b'{"promt": "a"}', "application/json", "promt: there is no such field here; did you mean prompt?"),
+        (b'{"prompt": "a", "response_format": {}}', "application/json", "did you mean structured_outputs?"),
+        (b'{"prompt": "a", "n": 0}', "application/json", "n=0: must be greater than or equal to 1"),
+        (b'{"prompt": []}', "application/json", "prompt: must have at least 1 item, not 0"),
         (b'{"prompt": [1], "temperature": "' + b"hot" * 10**6 + b'"}', "application/json", "hothot"),
     ],
 )

@@ -85,9 +85,17 @@ def test_operations_have_ids_of_their_own(recwarn: pytest.WarningsRecorder) -> N
 
 def test_a_field_that_a_route_does_not_read_is_refused_with_the_nearest(url: str) -> None:
     assert "did you mean temperature?" in httpx.post(f"{url}/v1/completions", json=ASK | {"temprature": 1}).text
-    inside = {"token_ids": [1], "sampling_params": {"temprature": 1}}
-    said = "sampling_params.temprature: there is no such field here; see /docs"
-    assert said in httpx.post(f"{url}/inference/v1/generate", json=inside).text
+    for wrong, cure in (
+        (
+            {"sampling_params": {"temprature": 1}},
+            "sampling_params.temprature: there is no such field here; did you mean ",
+        ),
+        ({"sampling_params": {"guided_json": {}}}, "did you mean sampling_params.structured_outputs?"),
+        ({"max_tokens": 1}, "max_tokens: there is no such field here; did you mean sampling_params.max_tokens?"),
+        ({"tokens": [1]}, "tokens: there is no such field here; did you mean token_ids?"),
+        ({"stream_options": {"usage": True}}, "stream_options.usage: there is no such field here; "),
+    ):
+        assert cure in httpx.post(f"{url}/inference/v1/generate", json={"token_ids": [1]} | wrong).text
     unnamed = {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "json_schema"}}
     refused = httpx.post(f"{url}/v1/chat/completions", json=unnamed)
     assert refused.json()["error"]["param"] == "response_format.json_schema"

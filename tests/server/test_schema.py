@@ -74,6 +74,9 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]):
     [
         ("audio", {"voice": "x"}),
         ("suffix", "x"),
+        ("best_of", 1),
+        ("functions", []),
+        ("skip_special_tokens", False),
         ("reasoning_effort", "much"),
         ("response_format", {"type": "grammar"}),
         ("modalities", ["audio"]),
@@ -256,6 +259,7 @@ def test_tools_are_passed_on_as_they_were_sent():
         ({"logprobs": 3}, "logprobs"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"messages": []}, "messages"),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema"),
     ],
     ids=str,
 )

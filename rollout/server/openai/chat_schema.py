@@ -354,5 +354,7 @@ class ChatRequest(SamplingBody, TemplateFields):
 class ChatTokensRequest(ChatRequest):
     """The body of `POST /v1/chat/completions/tokens`, a chat whose prompt is given as token ids."""
 
+    prompt_field = "tokens"
+
     tokens: Annotated[TokenIds, Field(min_length=1)]
     """Token ids of the prompt, used unchanged. `messages` and `tools` determine how the reply is parsed."""

@@ -34,10 +34,7 @@ def add_completion_routes(app: FastAPI, serving: Serving) -> None:
     reader = None if tokenizer is None else PromptTokenizer(tokenizer, lambda: serving.llm.max_sequence_length)
 
     @app.post(
-        "/v1/completions",
-        response_model=None,
-        responses=calls.REPLY,
-        openapi_extra=documented_body(CompletionRequest),
+        "/v1/completions", response_model=None, responses=calls.REPLY, openapi_extra=documented_body(CompletionRequest)
     )
     async def create_completion(request: Request) -> Response:
         """Generate completions of one or more prompts."""

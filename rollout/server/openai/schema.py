@@ -9,14 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Discriminator,
-    Field,
-    JsonValue,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from rollout.errors import ConfigError
@@ -137,7 +130,7 @@ class RequestFields(Body):
 class SamplingFields(Body):
     """The sampling options of every route. Most are fields of `SamplingParams`, which checks their values."""
 
-    n: int = Field(1, le=MAX_N)
+    n: int = Field(1, ge=1, le=MAX_N)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

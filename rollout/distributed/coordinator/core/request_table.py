@@ -238,7 +238,7 @@ class RequestTable:
         if now >= self._due:
             for request in self:
                 if request.deadline <= now:
-                    self.fail(request, "RequestTimeoutError", "its timeout_s has passed")
+                    self.fail(request, "RequestTimeoutError", "its timeout_s has passed; raise it, or lower max_tokens")
             self._due = min((request.deadline for request in self), default=math.inf)
 
     def look_for_ranks(self, now: float) -> None:
