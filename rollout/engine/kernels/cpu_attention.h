@@ -146,7 +146,7 @@ static void scan(const Attention& a, Range range, int64_t head, int64_t heads, i
                     const T* four[1][4];
                     for (int64_t i = 0; i < 4; i++) four[0][i] = key[std::min(std::max(s + i, low), high - 1)] + h * a.head_dim;
                     upcoming.ahead.step();
-                    tiles(r.query + first * r.key_width, r.key_width, rows, four, 1, a.head_dim, 0, Held{},
+                    tiles(r.query + first * r.key_width, r.key_width, rows, four, 1, a.head_dim, Next<T>{nullptr, 0, 0},
                           [&](int64_t row, int64_t, vec4 v) { *reinterpret_cast<vec4*>(weights + row * KEYS + s) = v; });
                 }
             }

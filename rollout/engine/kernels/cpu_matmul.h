@@ -1,8 +1,8 @@
 // Rows times rows: every product here is of the form out[m][n] = sum over k of a[m][k] * b[n][k].
 //
 // That is the layout of nn.Linear's weight and of the keys in the KV cache, so nothing is packed, and a weight update needs
-// no action. The order of a sum depends on k alone: a row's bits do not depend on its neighbours. Long rows are multiplied in
-// pieces of k, so that what is used again stays in the first-level cache.
+// no action. Long rows are multiplied in pieces of k, so that what is used again stays in the first-level cache, and the sums
+// of a row's pieces are added up in their order. The order depends on k alone: a row's bits do not depend on its neighbours.
 
 #pragma once
 
@@ -39,75 +39,75 @@ static inline void in_register([[maybe_unused]] V& v) {
 #endif
 }
 
-// Sums [rows][QUADS][4] of a piece of k for the next one: one vector each, not yet added up across its lanes.
-struct Held {
-    float* sums = nullptr;
-    bool earlier = false, later = false;  // whether a piece was multiplied before, and another follows
-
-    static constexpr int64_t QUAD = 4 * LANES, ROW = QUADS * QUAD;
-    float* at(int64_t row, int64_t quad) const { return sums + row * ROW + quad * QUAD; }
-};
-
-// M rows of a against 4 rows of b; use(m, four sums). Prefetches in the first and the last two rows of b as many elements
-// ahead as `first` and `last` say; 0: nothing.
-template <int M, typename T, typename Use>
-INLINE static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t depth, int64_t first, int64_t last,
-                               const Held& held, int64_t row, int64_t quad, Use&& use) {
+// M rows of a against 4 rows of b, from `k` to `end`; use(m, four sums). fetch(k) prefetches at every step.
+template <int M, typename T, typename Fetch, typename Use>
+INLINE static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t k, int64_t end, Fetch&& fetch, Use&& use) {
     typedef Dot<T> D;
     constexpr std::make_integer_sequence<int, M> ROWS_OF_A;
     constexpr std::make_integer_sequence<int, 4> FOUR;
-    vec sum[M][4];
-    const auto each_sum = [&](auto&& use_sum) INLINE {
-        each_of(ROWS_OF_A, [&](auto m) INLINE { each_of(FOUR, [&](auto n) INLINE { use_sum(sum[m][n], m, n); }); });
-    };
-    if (held.earlier) each_sum([&](vec& one, int m, int n) INLINE { one = load(held.at(row + m, quad) + n * LANES); });
-    else each_sum([](vec& one, int, int) INLINE { one = vec{}; });
-    int64_t k = 0;
-    for (; k + D::STEP <= depth; k += D::STEP) {
+    vec sum[M][4] = {};
+    for (; k + D::STEP <= end; k += D::STEP) {
         typename D::Operand y[4];
         for (int n = 0; n < 4; n++) y[n] = D::take(b[n] + k);
-        if (first)
-            for (int n = 0; n < 2; n++) __builtin_prefetch(b[n] + k + first);
-        if (last)
-            for (int n = 2; n < 4; n++) __builtin_prefetch(b[n] + k + last);
+        fetch(k);
         for (int m = 0; m < M; m++) {
             typename D::Operand x = D::take(a + m * a_stride + k);
             in_register(x);
             for (int n = 0; n < 4; n++) sum[m][n] = D::add(sum[m][n], x, y[n]);
         }
     }
-    if (k < depth) {
+    if (k < end) {
         typename D::Operand y[4];
-        each_of(FOUR, [&](auto n) INLINE { y[n] = D::take_first(b[n] + k, depth - k); });
+        each_of(FOUR, [&](auto n) INLINE { y[n] = D::take_first(b[n] + k, end - k); });
         each_of(ROWS_OF_A, [&](auto m) INLINE {
-            const typename D::Operand x = D::take_first(a + m * a_stride + k, depth - k);
+            const typename D::Operand x = D::take_first(a + m * a_stride + k, end - k);
             each_of(FOUR, [&](auto n) INLINE { sum[m][n] = D::add(sum[m][n], x, y[n]); });
         });
     }
-    if (held.later) each_sum([&](vec one, int m, int n) INLINE { store(held.at(row + m, quad) + n * LANES, one); });
-    else each_of(ROWS_OF_A, [&](auto m) INLINE { use(row + m, quad, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3])); });
+    each_of(ROWS_OF_A, [&](auto m) INLINE { use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3])); });
 }
 
+// use(count as a type) for the rows of a last tile, which may have fewer than TILE_ROWS.
+template <typename Use>
+INLINE static inline void last_tile(int64_t rows, Use&& use) {
+    switch (rows) {
+        case 1: use(std::integral_constant<int, 1>{}); break;
+        case 2: use(std::integral_constant<int, 2>{}); break;
+        case 3: if constexpr (TILE_ROWS > 2) use(std::integral_constant<int, 3>{}); break;
+        case 4: if constexpr (TILE_ROWS > 3) use(std::integral_constant<int, 4>{}); break;
+        case 5: if constexpr (TILE_ROWS > 4) use(std::integral_constant<int, 5>{}); break;
+        case 6: if constexpr (TILE_ROWS > 5) use(std::integral_constant<int, 6>{}); break;
+    }
+}
+
+// Rows of b that are multiplied next, to be fetched.
+template <typename T>
+struct Next {
+    const T* from;
+    int64_t stride, rows;
+};
+
 // All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a is used for all quads
-// while it is cached. `ahead`: distance in elements to what comes next in b, 0: nothing. The first two tiles fetch half of it
-// each where all of it fits into the first-level cache, so that the memory works while more than one tile is multiplied.
+// while it is cached. Every tile fetches one row of `next`, or two if there are few tiles: memory then works all the time.
 template <typename T, typename Use>
 INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
-                                int64_t ahead, const Held& held, Use&& use) {
-    const bool halves = rows > TILE_ROWS && depth * static_cast<int64_t>(sizeof(T)) <= NEAR_BYTES;
-    int64_t row = 0, first = ahead, last = halves ? 0 : ahead;
+                                Next<T> next, Use&& use) {
+    const int64_t each = (rows + TILE_ROWS - 1) / TILE_ROWS * quads < next.rows ? 2 : 1;
+    int64_t row = 0;
     const auto some = [&](auto m) INLINE {
-        for (int64_t q = 0; q < quads; q++)
-            tile<decltype(m)::value>(a + row * a_stride, a_stride, b[q], depth, first, last, held, row, q, use);
+        for (int64_t q = 0; q < quads; q++) {
+            const int64_t fetched = std::min(next.rows, each);
+            const auto fetch = [&](int64_t k) INLINE {
+                if (fetched > 0) __builtin_prefetch(next.from + k);
+                if (fetched > 1) __builtin_prefetch(next.from + next.stride + k);
+            };
+            tile<decltype(m)::value>(a + row * a_stride, a_stride, b[q], 0, depth, fetch, [&](int64_t i, vec4 v) INLINE { use(row + i, q, v); });
+            next.from += fetched * next.stride;
+            next.rows -= fetched;
+        }
     };
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, last = halves ? first : 0, first = 0) some(std::integral_constant<int, TILE_ROWS>{});
-    switch (rows - row) {
-        case 1: some(std::integral_constant<int, 1>{}); break;
-        case 2: if constexpr (TILE_ROWS > 2) some(std::integral_constant<int, 2>{}); break;
-        case 3: if constexpr (TILE_ROWS > 3) some(std::integral_constant<int, 3>{}); break;
-        case 4: if constexpr (TILE_ROWS > 4) some(std::integral_constant<int, 4>{}); break;
-        case 5: if constexpr (TILE_ROWS > 5) some(std::integral_constant<int, 5>{}); break;
-    }
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS) some(std::integral_constant<int, TILE_ROWS>{});
+    last_tile(rows - row, some);
 }
 
 constexpr int64_t CACHED_BYTES = 1 << 19;  // of the second-level cache, for the rows of a that are reused
@@ -120,24 +120,67 @@ static inline int64_t piece_of(int64_t depth) {
     return count < 2 ? depth : (depth / count + 63) / 64 * 64;
 }
 
+// A single tile of a against rows [begin, end) of b, which are read on as they lie in memory: nothing is used again.
+template <typename T, typename Use>
+static inline void narrow_product(const T* a, int64_t rows, const T* b, int64_t begin, int64_t end, int64_t columns, int64_t depth, Use&& use) {
+    const int64_t piece = piece_of<T>(depth);
+    last_tile(rows, [&](auto count) INLINE {
+        constexpr int M = decltype(count)::value;
+        for (int64_t n = begin; n < end; n += 4) {
+            const int64_t real = std::min<int64_t>(4, end - n), ahead = n + 12 <= columns ? 8 * depth : 0;
+            const T* four[4];
+            for (int64_t i = 0; i < 4; i++) four[i] = b + (n + std::min(i, real - 1)) * depth;
+            const auto fetch = [&](int64_t k) INLINE {
+                if (ahead)
+                    for (int i = 0; i < 4; i++) __builtin_prefetch(four[i] + k + ahead);
+            };
+            vec4 total[M];
+            for (int64_t k = 0; k < depth; k += piece)
+                tile<M>(a, depth, four, k, std::min(depth, k + piece), fetch,
+                        [&](int64_t m, vec4 v) INLINE { total[m] = k > 0 ? total[m] + v : v; });
+            for (int m = 0; m < M; m++) use(m, n, total[m], real);
+        }
+    });
+}
+
 // use(row, n, four sums of n to n + 3, how many of them are real) for rows [first, first + count) of a and [begin, end) of b,
 // which has `columns`.
 template <typename T, typename Use>
 static inline void product(const T* a, int64_t first, int64_t count, const T* b, int64_t begin, int64_t end, int64_t columns,
                            int64_t depth, Use&& use) {
-    // A single tile uses nothing again, and reads on in memory.
-    const int64_t piece = count > TILE_ROWS ? piece_of<T>(depth) : depth;
-    Held held;
-    if (piece < depth) held.sums = team::scratch<float>(count * Held::ROW);
-    for (int64_t n = begin; n < end; n += 4 * QUADS) {
-        const int64_t real = std::min(4 * QUADS, end - n), quads = (real + 3) / 4, ahead = n + 8 * QUADS <= columns ? 4 * QUADS * depth : 0;
+    if (count <= TILE_ROWS)
+        return narrow_product(a + first * depth, count, b, begin, end, columns, depth,
+                              [&](int64_t row, int64_t n, vec4 v, int64_t real) { use(first + row, n, v, real); });
+    constexpr int64_t WIDTH = 4 * QUADS;
+    const int64_t piece = piece_of<T>(depth);
+    // A piece of WIDTH rows of b, and per row and quad the sums of earlier pieces. Rows that lie a power of two apart displace
+    // each other from the cache, copies side by side do not.
+    T* copies = nullptr;
+    if (piece < depth) copies = reinterpret_cast<T*>(team::scratch<float>((NEAR_BYTES / 4 + count) * WIDTH));
+    vec4* earlier = reinterpret_cast<vec4*>(reinterpret_cast<char*>(copies) + WIDTH * NEAR_BYTES);
+    for (int64_t n = begin; n < end; n += WIDTH) {
+        const int64_t real = std::min(WIDTH, end - n), quads = (real + 3) / 4;
         for (int64_t k = 0; k < depth; k += piece) {
-            const T* rows_of_b[QUADS][4];
-            for (int64_t i = 0; i < 4 * quads; i++) rows_of_b[i / 4][i % 4] = b + (n + std::min(i, real - 1)) * depth + k;
-            held.earlier = k > 0;
-            held.later = k + piece < depth;
-            tiles(a + first * depth + k, depth, count, rows_of_b, quads, std::min(piece, depth - k), ahead, held,
-                  [&](int64_t row, int64_t q, vec4 v) { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); });
+            const int64_t deep = std::min(piece, depth - k);
+            const bool last = k + piece >= depth;
+            const T* quad[QUADS][4];
+            for (int64_t i = 0; i < 4 * quads; i++) {
+                const T* row = b + (n + std::min(i, real - 1)) * depth + k;
+                quad[i / 4][i % 4] = copies ? static_cast<const T*>(std::memcpy(copies + i * piece, row, deep * sizeof(T))) : row;
+            }
+            const auto done = [&](int64_t row, int64_t q, vec4 v) INLINE { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); };
+            const Next<T> next = last ? Next<T>{b + (n + WIDTH) * depth, depth, std::clamp<int64_t>(columns - n - WIDTH, 0, WIDTH)}
+                                      : Next<T>{b + n * depth + k + piece, depth, real};
+            if (!copies) {
+                tiles(a + first * depth, depth, count, quad, quads, depth, next, done);
+                continue;
+            }
+            tiles(a + first * depth + k, depth, count, quad, quads, deep, next, [&](int64_t row, int64_t q, vec4 v) INLINE {
+                vec4& sum = earlier[row * QUADS + q];
+                if (k > 0) v += sum;
+                if (last) done(row, q, v);
+                else sum = v;
+            });
         }
     }
 }
