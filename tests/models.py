@@ -136,13 +136,25 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **c
     # Up to 5.20 transformers gives Gemma 2 sdpa, which leaves its soft-capping out.
     options = {"attn_implementation": "eager"} if name == "gemma2" else {}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    spread_logits(model)
+    return model.train()
+
+
+def spread_logits(model: PreTrainedModel) -> None:
+    """Make weights and attention sinks so large that greedy choices are not ties."""
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
             elif path.endswith("sinks"):
                 parameter.normal_(std=2.0)
-    return model.train()
+
+
+def scale_weights(model: PreTrainedModel, factor: float) -> None:
+    """Change every weight in place, as an optimizer would."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.video_utils import VideoMetadata
 
-from tests.models import SMALL, VOCAB, require_recurrent_cache
+from tests.models import SMALL, VOCAB, require_recurrent_cache, spread_logits
 
 IMAGE = 90
 """Id of the placeholder."""
@@ -120,10 +120,7 @@ def make_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
         require_recurrent_cache()
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(CONFIGS[name](), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
+    spread_logits(model)
     if name == "gemma3":
         # transformers starts it at zero, which would make all images alike.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)

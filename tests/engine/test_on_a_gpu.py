@@ -20,7 +20,7 @@ from tests.engines import (
     suspended,
     token_ids,
 )
-from tests.models import make_model
+from tests.models import make_model, scale_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,9 +66,7 @@ def before_and_after_an_update(where: str, *, graphs: bool) -> list[torch.Tensor
         for _ in range(2):
             (request,) = engine.generate([token_ids(20, 1)], greedily(16))
             values.append(torch.tensor(request.generated_log_probs))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.2)
+            scale_weights(model, 1.2)
             engine.weights_updated()
         assert not graphs or captured(engine)
     return values
@@ -143,15 +141,12 @@ def test_weights_written_on_another_stream_are_waited_for() -> None:
     engine.generate([token_ids(9, 1)], greedily(4))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), torch.no_grad():
+    with torch.cuda.stream(side):
         torch.cuda._sleep(10**8)
-        for parameter in model.parameters():
-            parameter.mul_(1.3)
+        scale_weights(model, 1.3)
         engine.weights_updated()
     (request,) = engine.generate([token_ids(9, 1)], greedily(8))
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(1.3)
+    scale_weights(reference, 1.3)
     assert_greedy(reference, request, tolerance=1e-2)
 
 

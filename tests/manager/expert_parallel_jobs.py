@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.batch.replay import replay
 from tests.manager.tensor_parallel_jobs import DRAWN, GREEDY, PROMPTS, load, said, shown
+from tests.models import scale_weights
 from tests.rollouts import logprob_error, make_rollout
 
 
@@ -52,9 +52,8 @@ def exchanges(rank: int, folder: str) -> dict[str, Any]:
         told["one rank's"] = shown(rollout.generate(PROMPTS if rank == 0 else [], GREEDY))
         rollout.submit(of_rank(rank), DRAWN)
         rollout.generate([], min_groups=1)
-        with rollout.suspended(), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02)
+        with rollout.suspended():
+            scale_weights(model, 1.02)
             rollout.weights_updated()
         rollout.generate([], min_groups=rollout.groups_in_flight)
         batch = rollout.generate(of_rank(rank), GREEDY)

@@ -29,7 +29,7 @@ from rollout.llm.llm import LLM
 from rollout.manager.batch.batch import RolloutBatch
 from rollout.manager.manager import RolloutManager
 from rollout.sampling_params import SamplingParams
-from tests.models import VOCAB, make_model
+from tests.models import VOCAB, make_model, scale_weights
 from tests.ranks import assert_nothing_is_left
 from tests.rollouts import logprob_error, make_rollout, value_error
 from tests.vision_models import NO_MARKS, picture_prompt
@@ -76,9 +76,8 @@ def lives(model: PreTrainedModel, of_first: Callable[[Any], Any] = lambda state:
         told.append(shown(rollout.generate(PROMPTS, [GREEDY, DRAWN, GREEDY])))
         for mode in ("offload", "recompute", "persist"):
             told.append(shown(rollout.generate(PROMPTS, unequal, min_groups=1)))
-            with rollout.suspended(mode), torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.03)
+            with rollout.suspended(mode):
+                scale_weights(model, 1.03)
                 rollout.weights_updated()
         told += [shown(each) for each in rollout.as_completed()]
         rollout.suspend()
@@ -158,9 +157,8 @@ def sees(rollout: RolloutManager, name: str) -> dict[str, Any]:
     )
     tower.register_forward_hook(lambda *_: runs.append(1))
     told = [shown(rollout.generate(prompts, params, min_groups=1))]
-    with rollout.suspended(), torch.no_grad():
-        for parameter in rollout.model.parameters():
-            parameter.mul_(1.02)
+    with rollout.suspended():
+        scale_weights(rollout.model, 1.02)
         rollout.weights_updated()
     batch = rollout.generate(prompts[:1], params, min_groups=rollout.groups_in_flight + 1)
     pixels = {key: float(value.sum()) for key, value in batch.model_inputs().items() if "pixel" in key}
@@ -354,9 +352,8 @@ def two_groups_generate(rank: int) -> dict[str, Any]:
     model = split(make_model("llama", vocab_size=VOCABULARY))
     with make_rollout(model, verify_model=True) as rollout:
         batch = rollout.generate(of_my_pair(rank), GREEDY)
-        with rollout.suspended(), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02)
+        with rollout.suspended():
+            scale_weights(model, 1.02)
             rollout.weights_updated()
         more = rollout.generate(PROMPTS if rank < 2 else [], GREEDY)
         ended = [len(each) for each in rollout.as_completed(rollout.submit(of_my_pair(rank), GREEDY))]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
 import transformers
 from transformers.distributed import DistributedConfig
 
 from tests.manager import expert_parallel_jobs as jobs
 from tests.manager import tensor_parallel_jobs
 from tests.manager.test_tensor_parallel import assert_same, saved, whole
+from tests.models import scale_weights
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
 
@@ -57,9 +57,7 @@ def test_ranks_that_exchange_tokens_sample_their_own_prompts(nursery, folder):
     with make_rollout(model, record_routes=True) as rollout:
         own = [rollout.generate(jobs.of_rank(rank), jobs.GREEDY) for rank in (0, 1)]
         everything = jobs.shown(rollout.generate(jobs.PROMPTS, jobs.GREEDY))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02)
+        scale_weights(model, 1.02)
         rollout.weights_updated()
         updated = [jobs.shown(rollout.generate(jobs.of_rank(rank), jobs.GREEDY)) for rank in (0, 1)]
     for rank, answer in enumerate(answers):

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
 from tests.manager import tensor_parallel_jobs as jobs
-from tests.models import make_model
+from tests.models import make_model, scale_weights
 from tests.ranks import run_together
 from tests.rollouts import make_rollout
 from tests.vision_models import make_vision_model
@@ -180,9 +179,7 @@ def test_two_groups_are_two_ranks_of_one_coordinator(nursery):
     answers = run_together(nursery, 4, jobs.two_groups_generate)
     with make_rollout(model) as rollout:
         first = [jobs.shown(rollout.generate(jobs.of_my_pair(rank), jobs.GREEDY)) for rank in (0, 2)]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02)
+        scale_weights(model, 1.02)
         rollout.weights_updated()
         more = jobs.shown(rollout.generate(jobs.PROMPTS, jobs.GREEDY))
     for rank, answer in enumerate(answers):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.models import VOCAB
+from tests.models import VOCAB, spread_logits
 
 ARCHITECTURES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WINDOW = 24
@@ -134,10 +134,5 @@ def build(architecture: str) -> PreTrainedModel:
         raise ValueError(f"{count:,} parameters: shrinking missed some size")
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
-            elif name.endswith("sinks"):
-                parameter.normal_(std=2.0)
+    spread_logits(model)
     return model.float().train()

@@ -55,12 +55,13 @@ async def heard(fake: FakeCoordinator):
     return await asyncio.get_running_loop().run_in_executor(None, fake.heard.get, True, DEADLINE_S)
 
 
+def echo(fake, peer, message):
+    if isinstance(message, wire.StatusQuery):
+        fake.say(peer, wire.BarrierDone(message.call_id))
+
+
 @asynchronous
 async def test_messages_arrive_in_order_in_both_directions():
-    def echo(fake, peer, message):
-        if isinstance(message, wire.StatusQuery):
-            fake.say(peer, wire.BarrierDone(message.call_id))
-
     with FakeCoordinator(echo) as fake:
         connection, _ = await greeted(fake)
         for number in range(3000):
@@ -76,10 +77,6 @@ async def test_messages_arrive_in_order_in_both_directions():
 @asynchronous
 async def test_a_reply_is_not_missed_when_sending_has_taken_in_its_event():
     """The descriptor signals an edge that a send may consume: a dealer that only reads on the edge hangs here."""
-
-    def echo(fake, peer, message):
-        if isinstance(message, wire.StatusQuery):
-            fake.say(peer, wire.BarrierDone(message.call_id))
 
     with FakeCoordinator(echo) as fake:
         connection, _ = await greeted(fake)

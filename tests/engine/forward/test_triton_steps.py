@@ -27,7 +27,7 @@ from tests.engines import (
     token_ids,
 )
 from tests.interpreter import INTERPRETED, on_the_device
-from tests.models import make_model
+from tests.models import make_model, scale_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -108,9 +108,7 @@ def test_weights_changed_in_place_are_read_by_the_graphs_there_are() -> None:
     engine.generate([token_ids(3, 1)], greedily(3))
     graphs = engine.controller.runner.graphs
     before = dict(graphs._graphs)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.2)
+    scale_weights(model, 1.2)
     engine.weights_updated()
     (request,) = engine.generate([token_ids(3, 1)], greedily(3))
     assert all(graphs._graphs[rows] is graph for rows, graph in before.items())

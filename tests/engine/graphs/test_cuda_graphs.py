@@ -43,7 +43,7 @@ from tests.engines import (
     token_ids,
 )
 from tests.interpreter import on_a_gpu
-from tests.models import make_model
+from tests.models import make_model, scale_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -238,9 +238,7 @@ def test_a_model_that_was_changed_is_captured_anew(change: Callable[[Any], None]
     engine, recorder = graphed(model)
     start(engine)
     steps(engine, 3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
+    scale_weights(model, 1.05)
     engine.weights_updated()
     finish(engine)
     start(engine)
@@ -358,9 +356,7 @@ def test_under_autocast_a_graph_reads_the_weights_as_they_are(where: str) -> Non
             for _ in range(2):
                 requests = engine.generate([token_ids(9, 1), token_ids(4, 2)], greedily(6))
                 logprobs.append([value for request in requests for value in request.generated_log_probs])
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.mul_(1.3)
+                scale_weights(model, 1.3)
                 engine.weights_updated()
         assert recorder.captures == (SIZES if graphs else 0)
         assert not graphs or recorder.replays == 10
@@ -492,9 +488,7 @@ def test_on_a_device_graphs_survive_suspends_and_weights_changed_in_place(mode: 
         del taken
     for request in finish(engine).values():
         assert_greedy("qwen3", request, tolerance=1e-3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
+    scale_weights(model, 1.05)
     engine.weights_updated()
     start(engine, 4, 30)
     for request in finish(engine).values():

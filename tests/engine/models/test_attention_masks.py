@@ -23,7 +23,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from rollout.engine.models.attention_masks import MaskFunction, OtherMask, window_of
 from rollout.errors import UnsupportedModelError
 from tests.engines import assert_greedy, finish, greedily, make_engine, token_ids
-from tests.models import SMALL, make_model
+from tests.models import SMALL, make_model, spread_logits
 
 CPU = torch.device("cpu")
 
@@ -106,10 +106,7 @@ def nemotron() -> hf.PreTrainedModel:
 def test_what_only_the_mask_knows_and_what_layers_drop_is_honoured(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = make()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
+    spread_logits(model)
     engine = make_engine(model.train(), max_tokens_per_step=13, verify_model=True)
     for length in (3, 20, 61):
         engine.add_request(token_ids(length, length), greedily(8))

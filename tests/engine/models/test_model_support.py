@@ -24,7 +24,7 @@ from rollout.errors import ConfigError, UnsupportedModelError
 from tests.benchmarks.rates import Weights
 from tests.configs import engine_config
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, token_ids
-from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model
+from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model, spread_logits
 from tests.vision_models import POOLED
 from tests.zoo.small_models import build as small
 
@@ -197,10 +197,7 @@ def mla() -> hf.PreTrainedModel:
 def test_other_shapes_of_attention_are_served_exactly(make: Callable[[], hf.PreTrainedModel]) -> None:
     torch.manual_seed(0)
     model = make()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
+    spread_logits(model)
     engine = make_engine(model.train(), max_tokens_per_step=13, max_sequence_length=64, verify_model=True)
     for length in (1, 3, 9, 17, 26):
         engine.add_request(token_ids(length, length), greedily(8))
