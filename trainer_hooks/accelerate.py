@@ -53,7 +53,7 @@ class AcceleratorAttachment:
         return sum(each.steps for each in self.optimizers)
 
     def detach(self) -> None:
-        """Remove the hooks, and the rollout from `save_state` and `load_state`. Idempotent."""
+        """Remove the optimizer hooks, and exclude the rollout from `save_state` and `load_state`. Idempotent."""
         for each in self.optimizers:
             each.detach()
         if self._saved is not None:
@@ -149,7 +149,7 @@ class _Saved:
         accelerator.register_for_checkpointing(self)
 
     def remove(self) -> None:
-        """Unregister from the Accelerator."""
+        """Unregister this object and its save and load hooks from the Accelerator."""
         for handle in self._handles:
             handle.remove()
         objects = self._accelerator._custom_objects
@@ -160,7 +160,7 @@ class _Saved:
         return {"ranks": self._accelerator.num_processes, "policy_version": self._rollout.policy_version}
 
     def load_state_dict(self, state: Any) -> None:
-        """Load this rank's file, and check that it has the policy version in `state`, which `state_dict` returned."""
+        """Load this rank's file, and check its policy version against the saved result of `state_dict`, `state`."""
         common = decode_fields("custom_checkpoint", state, {"ranks": INT, "policy_version": INT})
         self._file().load(self._rollout, common["policy_version"])
 

@@ -15,11 +15,11 @@ from torch import nn
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
-"""The attributes that may hold the model's parameters (lists of lists), depending on optimizer class and ZeRO stage."""
+"""The DeepSpeed optimizer attributes that may hold the model's parameters (lists of lists), depending on class and stage."""
 
 
 def steps_by_itself(optimizer: object) -> bool:
-    """Return whether `optimizer` is a DeepSpeed optimizer, and neither a DeepSpeed engine nor a plain torch optimizer."""
+    """Return whether `optimizer` is a DeepSpeed optimizer, rather than a DeepSpeed engine or a plain torch optimizer."""
     package, _, rest = type(optimizer).__module__.partition(".")
     return package == "deepspeed" and rest.startswith("runtime") and not isinstance(optimizer, nn.Module)
 

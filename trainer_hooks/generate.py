@@ -118,7 +118,7 @@ class GenerateHook:
         streamer: object,
         given: dict[str, Any],
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate on the engine. The arguments and the result are as in transformers' `_sample`, which this replaces.
+        """Generate on the engine. This replaces transformers' `_sample`, and has its arguments and result.
 
         Raises:
             NotServed: transformers' loop has to run; the message says why.
@@ -230,7 +230,7 @@ class GenerateHook:
             self._changes.note()
 
     def _logits(self, sequences: Tensor, width: int, given: Mapping[str, Any]) -> list[Tensor]:
-        """Return the logits [N, V] of every generated position, computed in one forward pass over the whole rows."""
+        """Return the logits [N, V] of every position after the first `width`, from one forward pass over `sequences`."""
         model: Any = self.model
         mask = given.get("attention_mask")
         mask = torch.ones_like(sequences) if mask is None else mask
@@ -274,7 +274,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
     The engine serves greedy decoding and sampling with temperature, top-k, top-p, min-p, repetition penalty, minimum
     lengths, suppressed tokens, end-of-sequence ids, stop strings, left padding, images, `num_return_sequences`, and
     `return_dict_in_generate` with `scores` and `logits`. Other calls run transformers' loop. `use_cache` and
-    `cache_implementation` have no effect, `past_key_values` is None, and there is no dropout, even in training mode.
+    `cache_implementation` have no effect, the output's `past_key_values` is None, and dropout is off even in training mode.
 
     Greedy tokens equal transformers'. Sampled tokens have the same distribution. Their seeds are drawn from torch's CPU
     generator, so `torch.manual_seed` and the generator state in the trainer's checkpoint make runs repeatable. Equal prompts
@@ -331,7 +331,7 @@ class _Changes:
         self._handle.remove()
 
     def announce(self) -> None:
-        """Raise the policy version if the weights have changed since `note()`, unless it has been raised since then."""
+        """Raise the policy version if weights have changed since `note()` and the version has not been raised since."""
         if self._known is None:
             return
         version, state = self._known
@@ -344,7 +344,7 @@ class _Changes:
         self._stepped = False
 
     def _state(self) -> list[tuple[int, int]]:
-        """Return the address and version counter of every parameter; the address is 0 for subclasses of `Tensor`."""
+        """Return (address, version counter) of every parameter; subclasses of `Tensor` get the address 0."""
         return [
             (parameter.data_ptr() if type(parameter.data) is Tensor else 0, parameter._version)
             for parameter in self._model.parameters()
@@ -362,7 +362,7 @@ class _Changes:
 
 
 def _wrap(model_class: type) -> None:
-    """Wrap a model class's generation loops to call the module's hook, if it has one. Do nothing if they are wrapped."""
+    """Wrap a model class's generation loops to call the hook of a module that has one. Do nothing if already wrapped."""
     of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
@@ -405,7 +405,7 @@ def _wrap(model_class: type) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Wrap an unsupported generation loop to report each call, with `reason`, to the module's hook, if it has one."""
+    """Wrap an unsupported generation loop to report each call, with `reason`, to the hook of a module that has one."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +432,7 @@ def _cut(
     stop: StopStringCriteria,
     config: GenerationConfig,
 ) -> list[bool]:
-    """Cut rows in place after the token that completes a stop string. Return for each row whether it has one."""
+    """Cut rows in place after the token that completes a stop string. Return, for each row, whether it was completed."""
     sequences = _padded(input_ids, completions, config)
     width, ended = input_ids.shape[1], [False] * len(completions)
     for length in range(1, sequences.shape[1] - width + 1):

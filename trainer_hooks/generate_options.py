@@ -45,14 +45,14 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""The place of each logits processor class in the engine's order. Processors with equal places may be in any order."""
+"""A dict from processor class to its place in the engine's order. Processors with equal places may be in any order."""
 CACHES = ("cache", "past_key_values", "cache_params")
-"""The names of the KV cache argument: since transformers 5.24, before 5.24, and for models without attention."""
+"""The names of the KV cache argument, in this order: since transformers 5.24, before it, and of models without attention."""
 COMPUTED = frozenset({
     *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
 })  # fmt: skip
-"""The arguments that need no check: `generate` computes them, or they follow from token ids or stopping criteria."""
+"""The model arguments not to check: `generate` computes them, or they follow from token ids or stopping criteria."""
 
 
 class NotServed(Exception):  # noqa: N818 - reports a decision, not an error

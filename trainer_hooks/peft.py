@@ -35,9 +35,9 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
     parameter and no `requires_grad` flag changes. Contexts may be nested.
 
     Requests in flight belong to the adapter under which they were accepted: they wait during the block and continue after
-    it in their order. A `generate` inside the block frees their KV cache, except for blocks in the prefix cache. So
-    generate whole batches inside the block (without `min_groups`): a `generate` that waits for requests from outside raises
-    `EngineStateError`. Requests left in flight inside the block wait until the same adapter is active again.
+    it in their order. A `generate` inside the block frees their KV cache, except for blocks in the prefix cache. Generate
+    whole batches inside the block (without `min_groups`), because a `generate` that waits for requests accepted outside it
+    raises `EngineStateError`. Requests left in flight inside the block wait until the same adapter is active again.
 
     On several ranks, every rank must enter and leave the block, as with `manager.pause()`. A rank whose block raises an
     exception leaves without waiting for the other ranks.
@@ -69,13 +69,13 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""The attributes for active and disabled adapters: the first two in layers, the others in PEFT's models."""
+"""The attributes that name active adapters or disable adapters: the first two of layers, the others of PEFT models."""
 _ABSENT = object()
 """A marker for a flag that is not set on the instance itself. `adapter` deletes such a flag from the instance on exit."""
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Return all modules that have some of the attributes `_FLAGS`."""
+    """Return all modules that have at least one of the attributes in `_FLAGS`."""
     return [
         module
         for module in model.modules()

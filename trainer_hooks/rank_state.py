@@ -28,7 +28,7 @@ class RankFile:
         stem: the common prefix of all ranks' file names.
         rank: rank of this process, from 0.
         size: number of ranks.
-        without: advice for error messages: how to start without the file, with nothing in flight and policy version 0.
+        without: text for error messages that says how to start without the file, with no requests and policy version 0.
     """
 
     folder: Path

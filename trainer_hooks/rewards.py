@@ -1,4 +1,4 @@
-"""Rewards computed in other processes, with a timeout per call, for TRL and for `generate_scored`, while steps run.
+"""Rewards for TRL and `generate_scored`, computed in other processes while the engine runs. Each call has a timeout.
 
     with RewardPool(reward, processes=4, timeout_s=10.0) as pool:
         manager.generate_scored(tasks, pool, params, groups=32)
@@ -20,7 +20,7 @@ from rollout import ConfigError
 
 Rewards = list[float]
 NOT_PASSED = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
-"""The TRL arguments that are not passed on, because they exist only in the trainer's process."""
+"""The arguments of TRL's reward functions that are not sent to the processes: they exist only in the trainer's process."""
 
 
 class RewardPool:

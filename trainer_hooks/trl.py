@@ -177,7 +177,7 @@ class TrlAttachment:
     # --- internals ----------------------------------------------------------------------------------------------
 
     def take_vllms_place(self, correction: str) -> None:
-        """Make TRL generate with this object and correct the loss by the sampling log-probs, in the mode `correction`."""
+        """Make TRL generate with this object and correct the loss by the sampling log-probs, in TRL's mode `correction`."""
         # Set mode "server", because in mode "colocate" TRL would read the maximum sequence length from vLLM's engine.
         self._put(vllm_generation=self, use_vllm=True, vllm_mode="server", _last_loaded_step=-1)
         self._put(vllm_importance_sampling_mode=correction)
@@ -195,11 +195,11 @@ class TrlAttachment:
         self._full = full
 
     def replace_logprobs(self, *, trees: bool, kept: bool) -> None:
-        """Make TRL compute log-probs over prefix trees, kept tokens or both, and replay expert routes if recorded.
+        """Make TRL compute log-probs over prefix trees, over kept tokens or both, and replay expert routes if recorded.
 
         Args:
             trees: whether log-probs are computed over prefix trees.
-            kept: whether log-probs are over the kept tokens, from which each token was drawn.
+            kept: whether log-probs are over the kept tokens: at each position, the ids that the token was drawn from.
         """
         trainer, routes = self.trainer, self.manager.config.record_routes
         self._replays_kept = kept
@@ -246,7 +246,7 @@ class TrlAttachment:
         return scored
 
     def _without_failed(self, rewards_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap `rewards_of` to return NaN for failed rows, so that they do not affect the mean and have advantage 0."""
+        """Let `rewards_of` return NaN for failed rows, which then have advantage 0 and do not affect the group's mean."""
 
         def calculate(*args: Any, **kwargs: Any) -> Tensor:
             rewards = rewards_of(*args, **kwargs)
@@ -304,9 +304,9 @@ def attach(
         tree: whether the trainer's log-probs (for the loss, the old and the reference policy) are computed over prefix trees
             (`trainer_hooks.tree`). This saves most when a micro-batch holds the whole generation batch.
         replay: whether the trainer's log-probs are over the distribution after `top_k`, `top_p`, `min_p` and penalties.
-            Every completion then carries its kept tokens. If None, replay if `top_k`, `top_p` or `min_p` truncates, except
-            (with a warning) with tools, a load-balancing loss or a Liger loss. Expert routes are replayed too if the rollout
-            records them.
+            Every completion then records its kept tokens, i.e. the ids that each token was drawn from. If None, replay if
+            `top_k`, `top_p` or `min_p` truncates, except (with a warning) with tools, a load-balancing loss or a Liger loss.
+            Expert routes are replayed too if the rollout records them.
         keep: function that returns whether a group of completions is worth training on, such as `rollout.rewards_differ`.
             Rejected groups are replaced by other prompts from the training set, as in DAPO, until four times the batch has
             been discarded. If None, every group counts.

@@ -86,7 +86,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
 
     Args:
         stacklevel: number of stack frames from this function up to the line that the warning points to.
-        why_not_replayed: reason why kept tokens are not replayed, with a remedy. Empty if there are no kept tokens.
+        why_not_replayed: why the tokens kept by truncation are not replayed, and the remedy. Empty without truncation.
     """
     params = _asked(trainer)
     # Do not warn about greedy sampling: equal completions have advantage 0, so mismatched log-probs do no harm.
@@ -155,7 +155,7 @@ def check_trainer(trainer: Any, model: nn.Module) -> None:
 
 
 def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
-    """Check the integration's options, and GRPOConfig's sampling options.
+    """Check `mode`, `on_error` and GRPOConfig's sampling options.
 
     Raises:
         ConfigError: an option is unknown or unsupported; the message names it.
@@ -173,7 +173,7 @@ def check_choices(trainer: Any, mode: Mode, on_error: str) -> None:
 
 
 def correction_mode(trainer: Any, stacklevel: int) -> str:
-    """Return GRPOConfig's `vllm_importance_sampling_mode`. If the loss requires it, warn and return a token-level mode."""
+    """Return `vllm_importance_sampling_mode`. If the loss does not support it, warn and return a token-level mode."""
     asked = str(trainer.vllm_importance_sampling_mode)
     # Replace sequence-level modes, which this loss type does not support. GRPOTrainer itself rejects them, but only if
     # constructed with vLLM, and GRPOConfig's default is one of them.

@@ -1,4 +1,4 @@
-"""The rollout's callback in a TRL trainer, which hooks the optimizer and adds the rollout to logs and checkpoints."""
+"""A TRL trainer callback that hooks the optimizer, logs the rollout's metrics, and saves its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Follower(RolloutCallback):
 
 
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
-    """Return a `Follower`, added to the trainer unless that has a `RolloutCallback` for `manager`. `undo` removes it."""
+    """Return a `Follower`. Add it to a trainer without a `RolloutCallback` for `manager`; closing `undo` removes it."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
     # Add nothing if the caller's own RolloutCallback already does the same.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):

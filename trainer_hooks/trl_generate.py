@@ -95,10 +95,10 @@ class TrlGenerateAttachment:
         return computed
 
     def _sampled(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor | None:
-        """Return the rollout's log-probs [N, width] for the last batch, once only; None if the trainer's would differ.
+        """Return the last batch's sampled log-probs [N, width], or None if the trainer's log-probs would differ.
 
-        The trainer would compute the same log-probs if its rows contain the sampled tokens and the weights have not
-        changed, in float32 without autocast and at the same temperature.
+        The two are equal in float32 without autocast if the rows contain the sampled tokens, the weights have not changed
+        and both use the same temperature. A second call for the same batch returns None.
         """
         last, self.hook.last = self.hook.last, None
         parameters = self.manager.model.parameters()

@@ -130,7 +130,7 @@ class FullBatches:
 
 
 def check_keep(trainer: Any) -> None:
-    """Check that a GRPOTrainer's batches can be filled with other groups.
+    """Check that a GRPOTrainer's batches can be filled with groups of other prompts.
 
     Raises:
         ConfigError: an option prevents this; the message names the option.

@@ -1,9 +1,9 @@
-"""The replacement of a GRPOTrainer's log-prob pass by `trainer_hooks.trl.attach`, over prefix trees or kept tokens.
+"""A replacement for a GRPOTrainer's log-prob pass that computes log-probs over prefix trees or kept tokens.
 
 TRL computes log-probs and entropies in one method, over the whole vocabulary and padded rows. It calls the method for the
 loss and, without gradient, for the old and the reference policy. With prefix trees, a prompt that several rows share is
-computed once, including its images. With kept tokens, log-probs are over the distribution that tokens were sampled from, so
-that top_k, top_p, min_p and penalties leave the importance ratio at 1.
+computed once, including its images. Kept tokens are the ids that each token was drawn from. Log-probs over them follow the
+sampling distribution, so that top_k, top_p, min_p and penalties leave the importance ratio at 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_tree(trainer: Any) -> None:
 
 
 def attach_trees(trainer: Any, model: nn.Module) -> AbstractContextManager[Any]:
-    """Let the trained `model` and the reference model attend over prefix trees. Return a context that undoes this.
+    """Let `model` and the reference model attend over prefix trees, until the returned context manager exits.
 
     Raises:
         UnsupportedModelError, ValueError: see `trainer_hooks.tree.attach`.
@@ -60,8 +60,8 @@ class LogprobPass:
     """A replacement for `_get_per_token_logps_and_entropies` of the GRPOTrainer `trainer`.
 
     Args:
-        rows: the recorded kept tokens and expert routes of the generated rows.
-        kept: sampling parameters of the completions, if their kept tokens are replayed, else None.
+        rows: the recorded kept tokens (ids that each token was drawn from) and expert routes of the generated rows.
+        kept: sampling parameters of the completions, if log-probs are over their kept tokens, else None.
         trees: whether to compute logits over prefix trees, which requires attached tree attention.
         layout: how the model finds images among its tokens. If None, images are not supported.
     """
@@ -91,7 +91,7 @@ class LogprobPass:
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Return (log-probs of the last `logits_to_keep` columns, entropies if requested, None for a load-balancing loss).
+        """Return (log-probs of the last `logits_to_keep` columns, entropies or None, None for a load-balancing loss).
 
         Raises:
             ValueError: an input is not supported, such as images without prefix trees; the message names it.
@@ -124,7 +124,7 @@ class LogprobPass:
     def _padded(
         self, model: Any, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: slice, _images: list[Any]
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Return padded rows as a forward pass's input, and a context manager that replays their expert routes."""
+        """Return padded rows as input of a forward pass, and a context manager in which their expert routes are replayed."""
         inputs = {"input_ids": input_ids, "attention_mask": real.to(torch.int64), "use_cache": False}
         before = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape) - 1
         return Part(inputs, input_ids.masked_fill(~real, -1), wanted, before), self._rows.routed(
@@ -140,7 +140,7 @@ class LogprobPass:
         rows: slice,
         images: list[ImageInputs | None],
     ) -> tuple[Part, AbstractContextManager[None]]:
-        """Return the rows and their images as a prefix tree, and a context manager that replays their expert routes."""
+        """Return the rows and images as a prefix tree, and a context manager in which their expert routes are replayed."""
         pack = partial(self._pictured, images=images) if any(images) else pack_tree
         packed = pack(input_ids, real, wanted, routed_experts=self._rows.routes(rows))
         return packed.part(input_ids.masked_fill(~real, -1)), self._rows.routed_tree(model, packed)
@@ -154,7 +154,7 @@ class LogprobPass:
         routed_experts: Tensor | None,
         images: list[ImageInputs | None],
     ) -> PackedTree:
-        """Pack rows with images as a tree, after moving padding to the right, as image positions require."""
+        """Pack rows with images as a tree. First move padding to the right, because image positions require it there."""
         left = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         ids, real, wanted = (each.gather(1, left) for each in (input_ids, real, wanted))
         tokens = ids.masked_fill(~real, -1).cpu().numpy()
@@ -167,7 +167,7 @@ class LogprobPass:
         return replace(packed, **of_rows)
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
-        """Return `read_scores`' sampling arguments, and the kept tokens of all columns after the first `prompt` ones."""
+        """Return the sampling arguments for `read_scores`, and the recorded kept tokens of the columns from `prompt` on."""
         ids, counts = self._rows.kept(rows)
         sizes = counts.new_zeros(shape)
         width = min(shape[1] - prompt, counts.shape[1])

@@ -1,4 +1,4 @@
-"""The decision whether a GRPOTrainer's log-prob pass replays kept tokens of truncated sampling, and expert routes."""
+"""The decision whether a GRPOTrainer's log-probs replay expert routes and the tokens that top-k/top-p sampling kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_hooks.trl_images import is_vision
 
 
 def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
-    """Return why kept tokens are not replayed: None if they are replayed, and "" if sampling is not truncated.
+    """Return why log-probs are not over the tokens kept by truncation; None if they are, and "" if nothing is truncated.
 
     Args:
         asked: the argument `replay` of `attach`. If None, replay if possible.
@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Return the option that prevents a replay of kept tokens, with the remedy, or None if no option prevents it."""
+    """Name the option that prevents log-probs over the tokens kept by truncation, and the remedy; None if none does."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

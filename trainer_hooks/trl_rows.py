@@ -1,4 +1,4 @@
-"""The data of generated rows that TRL has no tensors for: kept tokens and expert routes, for the log-prob pass.
+"""The data of generated rows without a TRL tensor: expert routes, and kept tokens (ids that each token was drawn from).
 
 The data is stored next to TRL's tensors, so TRL shuffles and splits it together with them. Routes are replayed in every
 forward pass of the log-prob pass. After a forward pass with gradient, the replay lasts until the end of the training step,
@@ -24,7 +24,7 @@ _IDS, _COUNTS, _ROUTES = "rollout_kept_ids", "rollout_kept_counts", "rollout_rou
 
 
 class GeneratedRows:
-    """The kept tokens and expert routes of the rows in the next forward pass, if they are replayed.
+    """The kept tokens (ids that each token was drawn from) and expert routes of the rows in the next forward pass.
 
     Args:
         kept: whether kept tokens are replayed.
@@ -41,7 +41,7 @@ class GeneratedRows:
     # --- from generation to forward pass ------------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
-        """Store the kept tokens and routes of a generation until TRL has scored its rows. A failed row has one token."""
+        """Store a generation's kept tokens and routes until TRL has scored its rows. A failed row has one dummy token."""
         self._now = {}
         if self._kept:
             sets = [
@@ -78,13 +78,13 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return (kept ids of `rows` [N, ids per row], number of kept ids per token [N, tokens per row]), both int32."""
+        """Return (int32) the kept ids of `rows`, concatenated [N, ids per row], and their number per token [N, tokens]."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------
 
     def routes(self, rows: slice) -> Tensor | None:
-        """Return the routes of each row's first W tokens, int16 [N, W, layers, k], or None if routes are not replayed."""
+        """Return the recorded routes of `rows`, int16 [N, tokens, layers, k], or None if routes are not replayed."""
         return self._now[_ROUTES][rows] if _ROUTES in self._now else None
 
     @contextmanager
@@ -117,7 +117,7 @@ class GeneratedRows:
         return computed
 
     def training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step`, so that the replay lasts until its backward pass has run."""
+        """Wrap `training_step`, so that the replay of routes lasts until the step's backward pass has run."""
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as self._step:

@@ -1,4 +1,4 @@
-"""A logger of a training run's metrics to Weights & Biases, on one axis: the trainer's step.
+"""A logger of a training run's metrics to Weights & Biases, all plotted over the trainer's step.
 
 wandb is imported when a logger is constructed. A logger never prompts for a login. Without one, the run is offline, and
 `wandb sync` uploads it later.
@@ -75,7 +75,7 @@ class WandbLogger:
 
         Raises:
             KeyError: a name under `rollout/` is not in the table of `rollout.observe.metric_table`.
-            ValueError: a name occurs twice, or equals the name of the axis.
+            ValueError: a name occurs twice, or equals the name of the metric on the x-axis.
         """
         point: dict[str, Any] = {STEP: step}
         for part in metrics:
