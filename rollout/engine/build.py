@@ -138,7 +138,7 @@ def build(base: EngineBase) -> EngineParts:
 def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """Build new parts and move the requests in flight from `before` to them. If building raises, `before` stays usable.
 
-    Raises: see `build`.
+    The errors raised are the same as those of `build`.
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner
@@ -168,7 +168,7 @@ def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
 
 
 def followed(base: EngineBase, parts: EngineParts) -> EngineParts:
-    """Build the parts again if windows or masks of attention layers have changed since; otherwise return `parts`.
+    """Rebuild `parts` if windows or masks of attention layers have changed since they were built; otherwise return them.
 
     Raises:
         UnsupportedModelError: the changed attention layers need a feature that the engine does not support.

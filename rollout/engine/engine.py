@@ -115,10 +115,7 @@ class DynamicInferenceEngine:
         )
 
     def describe_state(self) -> Iterator[str]:
-        """Yield lines of text for `rollout.threads.diagnosis`.
-
-        The lines describe the lifecycle, holds, lock, scheduler, last step and oldest samples.
-        """
+        """Yield lines of text on lifecycle, holds, lock, scheduler, last step and oldest samples for `threads.diagnosis`."""
         yield f"engine of {type(self.model).__name__}: {self.state.value}, policy version {self.policy_version}"
         yield (
             f"  holds: {self.holds.describe()}; lock: {self.lifecycle.lock.describe()}; turn: {self.turns.describe()}"
@@ -126,7 +123,7 @@ class DynamicInferenceEngine:
         yield from self.inspection.describe()
 
     def rebuild(self) -> None:
-        """Build the parts again from the current model, whose device, dtype or vocabulary may have changed.
+        """Build the engine's parts again from the current model, whose device, dtype or vocabulary may have changed.
 
         Every rank must call this method inside `guard.whole()`. Unfinished samples continue; their KV is recomputed.
 
@@ -180,14 +177,14 @@ class DynamicInferenceEngine:
     def follow_model(self) -> None:
         """Build the parts again if windows or masks of attention layers have changed since the last build.
 
-        Do nothing in an `installation` block, or while the weights are sharded. Raises: see `followed`.
+        Do nothing in an `installation` block, or while the weights are sharded. Raise the same errors as `followed`.
         """
         if not self.installation.active and self.weights.ready:
             self.parts = followed(self._base, self.parts)
 
     @contextmanager
     def stepping(self, *, follow: bool = True) -> Iterator[None]:
-        """Open a block of steps that treats the module as unchanged. If `follow` is True, call `follow_model` first."""
+        """Open a block whose steps treat the module as unchanged. If `follow` is True, call `follow_model` first."""
         if follow:
             self.follow_model()
         with self.installation:

@@ -28,10 +28,10 @@ class BlockAllocator:
     """Reference counts, prefix cache and eviction over blocks of `block_size` token slots.
 
     Args:
-        pages: the pages of the blocks, or the number of pages to create.
+        pages: the memory pages that hold the blocks' KV, or the number of pages to create.
 
     Attributes:
-        pages: the memory of the blocks.
+        pages: the memory pages that hold the blocks' KV.
         index: the prefix index, which contains the registered blocks.
         ref_count: [number of block ids] int32, the number of references to each block.
         states: the slots for recurrent states, whose snapshots belong to registered blocks. It has no slots if the model has
@@ -91,7 +91,7 @@ class BlockAllocator:
         return len(self.ref_count) - len(self._free) - self.num_cached
 
     def held_memory(self) -> IntArray:
-        """Return the ids of the pages of held blocks, ascending."""
+        """Return the ids of the memory pages of all blocks that have a holder, ascending."""
         return np.sort(self.pages.of_blocks(np.flatnonzero(self.ref_count > 0).astype(np.int32)))
 
     def can_allocate(self, count: int) -> bool:
@@ -99,12 +99,12 @@ class BlockAllocator:
         return count <= self.pages.num_free + len(self._lru)
 
     def writable(self, blocks: IntArray) -> NDArray[np.bool_]:
-        """Return bool [n]: whether each of the n blocks has a single holder and is not registered."""
+        """Return bool [n], True for each of the n blocks that has a single holder and is not registered."""
         writable: NDArray[np.bool_] = (self.ref_count[blocks] == 1) & ~self.index.registered[blocks]
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Return whether a block with this hash, but possibly with other tokens, is in the index or on the host."""
+        """Return whether a block with this hash is in the prefix index or in host memory; its tokens may differ."""
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class BlockAllocator:
         np.add.at(self.ref_count, blocks, 1)
 
     def release(self, blocks: IntArray) -> None:
-        """Drop one reference to each of `blocks`, which are in chain order, so that later blocks are evicted first."""
+        """Drop one reference to each of `blocks`, given in chain order. Later blocks will be evicted before earlier ones."""
         np.subtract.at(self.ref_count, blocks, 1)
         counts = self.ref_count[blocks]
         if (counts < 0).any():

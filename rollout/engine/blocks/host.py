@@ -124,7 +124,7 @@ class HostCache:
             del self.blocks[block.block_hash]
 
     def release(self, block: HostBlock) -> None:
-        """Free the slot of a taken block, whose copy to the device is planned. Later copies may overwrite the slot."""
+        """Free the slot of a block that `take` removed. Call this once the slot's copy to the device has been planned."""
         self._free.append(block.slot)
         self.loaded += 1
         self.hit_tokens += len(block.tokens)

@@ -20,7 +20,7 @@ IntArray = NDArray[np.int32]
 
 
 def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
-    """Return the digest of a chain of complete blocks: its last block, and the blocks `before`, given by their digest."""
+    """Return the digest of a chain of blocks, given its last block and the digest `before` of the blocks before that one."""
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 

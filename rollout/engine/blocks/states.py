@@ -121,7 +121,7 @@ class StateSlots:
     # --- copies between slots -----------------------------------------------------------------------------------
 
     def take_moves(self) -> tuple[Move, ...]:
-        """Return the pending moves and clear the list. The caller must read all sources before writing any destination."""
+        """Return and clear the pending moves between slots. All their sources must be read before any write."""
         moves = tuple((source, target) for target, source in self._sources.items())
         self._sources.clear()
         return moves

@@ -33,7 +33,7 @@ class CudaDevice:
 
     @property
     def graph_bytes(self) -> int:
-        """The device memory, in bytes, taken by captures since the last `forget`: the graphs' pool and the graphs."""
+        """The device memory, in bytes, taken by captures since the last `forget`, for the graphs and their shared pool."""
         return self._bytes
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:

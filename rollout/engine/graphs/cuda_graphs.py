@@ -38,7 +38,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 GRAPH_BYTES = 2**23
 """The assumed size of one graph in bytes until all are captured: about 1,600 kernels that take about 5 KiB each."""
 LEAST_LACKING = 2**26
-"""The minimum number of bytes to keep free for missing graphs after a capture has run out of memory."""
+"""The minimum number of bytes to keep free for graphs not captured yet, after a capture has run out of memory."""
 LEAST_WORKSPACE = 2**26
 """The initial size, in bytes, of the workspace for the attention results of each part of the keys, before they are merged.
 
@@ -91,14 +91,14 @@ class GraphedDecode:
         self._graphs: dict[int, Callable[[], None]] = {}
         """The functions that replay the captured graphs, by number of rows."""
         self._logits = torch.empty(0)
-        """The logits [rows, vocabulary size], shared by all graphs because they are the largest tensor of a small batch."""
+        """The logits [rows, vocabulary size]. All graphs share this tensor, the largest one of a step with a small batch."""
         self._fixed: tuple[int, ...] | None = None
-        """The addresses of the KV pool that the graphs contain."""
+        """The KV pool's addresses (`KVCache.addresses`) that the captured graphs contain."""
         self._computed: tuple[int, torch.dtype | None] | None = None
         self._signature: object = None
         self._replays = self._wasted = 0
         self._tried = False
-        """Whether a capture of the missing sizes was attempted since the last suspend."""
+        """Whether a capture of the batch sizes without a graph was attempted since the last suspend."""
         self.why_not = ""
         self._given_up = False
 
@@ -205,7 +205,7 @@ class GraphedDecode:
         return not self._given_up
 
     def _state_for(self, positions: NDArray[np.int64]) -> DecodeState:
-        """Return the decode state. If it lacks room for rows at these positions, enlarge it, which drops all graphs."""
+        """Return the decode state. If it has no room for rows at these positions, drop all graphs and build a larger one."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
             # Release the captured graphs, because they contain the addresses of the smaller buffers.
@@ -275,7 +275,7 @@ def _addresses_of(model: nn.Module) -> list[object]:
 
 
 def _least_parts(layout: ModelLayout, rows: int) -> int:
-    """Return how many parts of keys every graph initially has room for. The kernels split each row's keys into parts.
+    """Return the initial workspace size of every graph, in parts (the kernels split the keys of each row into parts).
 
     This is the number that fits into `LEAST_WORKSPACE`, or the number for `rows` rows of `STATE_LENGTH` tokens if less.
     """

@@ -25,7 +25,7 @@ from rollout.engine.models.model_support import ModelLayout
 
 _FIELDS = 3
 _ALIGNED = 16
-"""The divisor of the number of rows, chosen so that each part of the buffer starts at a multiple of 64 bytes."""
+"""The multiple to which numbers of rows are rounded up, so that each array in the buffer is aligned to 64 bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class DecodeInputs:
     positions: Tensor
     """The rotary positions, int64 [B]; 0 in padding."""
     seen: Tensor
-    """The last position that each row attends to, which is its own, int32 [B]; -1 in padding."""
+    """The last position that each row attends to, which is the row's own position, int32 [B]; -1 in padding."""
     slots: Tensor
     """The token slot in the KV cache to which each row writes, int32 [B]; -1 in padding."""
     tables: Tensor

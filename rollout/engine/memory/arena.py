@@ -119,7 +119,7 @@ class CudaVirtualMemory:
         self._call("cuMemAddressFree", address, size)
 
     def settle(self) -> None:
-        """Wait for queued work that may use mapped memory. This also makes the device's context current."""
+        """Wait for queued work that may use mapped memory. This also makes the device's CUDA context current."""
         wait_for_steps(self.device)
 
     def reclaim(self) -> None:
@@ -152,7 +152,7 @@ class Arena:
         weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Allocate a tensor of zeros for each size, in elements. A tensor keeps its address unless it outgrows its range.
+        """Allocate a tensor of zeros per size (in elements). A tensor keeps its old address unless it outgrows its range.
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory; no memory is mapped.
@@ -193,7 +193,7 @@ class _Range:
         self._address = self._reserved = self.mapped = self._handle = 0
 
     def map(self, used: int) -> Tensor:
-        """Map memory to the start of the range, which must have none, and return the first `used` bytes as a tensor."""
+        """Map memory to the start of a range without mapped memory, and return the first `used` bytes as a tensor."""
         unit = self._memory.granularity
         size = -(-max(used, 1) // unit) * unit
         if size > self._reserved:

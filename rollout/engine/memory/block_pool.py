@@ -24,7 +24,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], list[Tensor]]
 
 
 def zeros(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Allocate a tensor of zeros for each size, in elements.
+    """Allocate a tensor of zeros for each of `sizes`, which are numbers of elements.
 
     Uninitialised memory may hold NaN, and a masked position, which has weight 0, would contribute 0 x NaN = NaN. On a CPU,
     the zeros of numpy take memory only once they are overwritten.
@@ -121,7 +121,7 @@ class BlockPool:
         return freed
 
     def keep_host_blocks(self, num_blocks: int) -> None:
-        """Allocate `num_blocks` slots on the host, for single blocks that `copy_blocks` moves.
+        """Allocate `num_blocks` slots on the host, between which and the device `copy_blocks` copies single blocks.
 
         Raises:
             HostMemoryError: the host lacks the memory, which must be pinned for CUDA.

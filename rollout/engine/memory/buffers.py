@@ -59,7 +59,7 @@ class Scratch:
         return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
 
     def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised buffer [R, ceil(V / BLOCK), BLOCK] for scores [R, V], with `padding` after entry V."""
+        """Return an uninitialised buffer [R, ceil(V / BLOCK), BLOCK] for scores [R, V], padded with `padding`."""
         count, vocabulary = scores.shape
         blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
         blocks.flatten(1)[:, vocabulary:] = padding
@@ -97,7 +97,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Copy R integers below 2^31 and R float32 numbers to host arrays. From a device, this takes only one copy."""
+    """Copy `ids` [R], all below 2^31, and `values` [R], float32, to host arrays, with one transfer from the device."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()

@@ -1,6 +1,6 @@
 """Orders an engine's steps after work that callers queued on their CUDA streams.
 
-The host waits for streams, never for a whole device: that would raise while any thread of the process captures a graph.
+The host waits for streams, never for a whole device, which would raise an error while any thread captures a CUDA graph.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamOrder:
             self._marks.append(self.stream().record_event())
 
     def follow(self) -> None:
-        """Make the current stream wait for work marked since the last `follow`. The engine calls this before each step."""
+        """Make the current stream wait for the work recorded by `mark` since the last `follow`. Called before each step."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:

@@ -26,7 +26,7 @@ IDLE_TIMEOUTS = 2.0
 LEAST_TIMEOUT_S = 60.0
 """The minimum time, in seconds, that members wait for a message, because other ranks may build their engines first."""
 _built: dict[tuple[int, ...], int] = {}
-"""The number of the latest group that each tuple of ranks has built. All ranks in the tuple have the same number."""
+"""The number, counted from 0, of the latest group that each tuple of ranks has built; equal on all ranks of the tuple."""
 
 
 class TensorParallelGroup:

@@ -94,7 +94,7 @@ class Together:
 
 
 class Leader(Together):
-    """The first rank's role in a tensor-parallel group: to send all messages to the other members."""
+    """The first rank's role in a tensor-parallel group: it sends the work of each forward pass to the other members."""
 
     def __init__(self, group: TensorParallelGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self.group = group
@@ -106,7 +106,7 @@ class Leader(Together):
 
     @contextmanager
     def leading(self, outcome: Callable[[BaseException | None], Any]) -> Iterator[None]:
-        """Run the forward passes of the `with` block on the other members too, which must call `follow` meanwhile.
+        """Make the other members, which must be in `follow`, compute the forward passes of the `with` block as well.
 
         Args:
             outcome: function of the exception raised in the block, or of None if there was none. When the block exits, the

@@ -24,7 +24,7 @@ LEFT, BUSY, IDLE, DONE = range(4)
 
 
 class Lockstep(Together):
-    """Runs one rank's part of each round: its own forward pass, and empty calls of the expert modules that it skips.
+    """Runs one rank's part of each round: a forward pass, and calls without tokens of expert modules that the pass skips.
 
     Args:
         group: the ranks that exchange tokens.
@@ -89,7 +89,7 @@ class Lockstep(Together):
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Run a round: at most one forward pass in the `with` block. On exit, call the expert modules that it did not call.
+        """Run a round: at most one forward pass in the `with` block. On exit, call the expert modules that the pass skipped.
 
         Raises:
             EngineDeadError: a rank is lost, or this rank failed inside an expert module.
@@ -114,7 +114,7 @@ class Lockstep(Together):
     def _ended_by_failures(self) -> Iterator[None]:
         """Turn an exception inside an expert module into an `EngineDeadError`, and mark the group as lost.
 
-        The other ranks are then waiting for tokens that this rank will not send.
+        The group cannot continue, because the other ranks are waiting for tokens that this rank will not send.
         """
         try:
             yield

@@ -53,7 +53,7 @@ class MemoryMove:
     blocks_restored: int = 0
     """The number of blocks whose KV was copied back to the device."""
     offload_failed: bool = False
-    """Whether memory for offloading the KV was lacking, so that the KV will be recomputed."""
+    """Whether there was too little memory to offload the KV, so that it must be recomputed."""
 
 
 class DynamicInferenceContext:
@@ -131,7 +131,7 @@ class DynamicInferenceContext:
     def suspend(self, mode: KVCacheManagementMode, *, keep_prefix_cache: bool) -> MemoryMove:
         """Keep, offload or drop the KV cache according to `mode`.
 
-        If memory for offloading is lacking, the KV is dropped, and is recomputed after `resume`.
+        If there is too little memory to offload the KV, it is dropped and recomputed after `resume`.
         """
         given_up = copied = 0
         offload_failed = False
@@ -158,7 +158,7 @@ class DynamicInferenceContext:
         return MemoryMove(bytes_copied=copied, tokens_given_up=given_up, offload_failed=offload_failed)
 
     def resume(self) -> MemoryMove:
-        """Restore KV cache and states on the device. If memory is short, shrink the pool and requeue the youngest requests.
+        """Restore the KV cache and recurrent states. If memory is short, shrink the pool and requeue the youngest requests.
 
         Raises:
             EngineStateError: there is no room even for the largest unfinished request. The engine is still suspended.
@@ -247,7 +247,7 @@ class DynamicInferenceContext:
             )
 
     def _least(self) -> int:
-        """Return the number of blocks that the largest unfinished request needs, or all if the pool must not shrink."""
+        """Return how many blocks the largest unfinished request needs, or `num_blocks` if the pool must not shrink."""
         if not self.may_shrink:
             return self.num_blocks
         needed = [
@@ -277,7 +277,7 @@ class DynamicInferenceContext:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # Leave room for CUDA graphs only if the pool keeps more than half of its blocks: graphs only make steps faster.
+        # Leave room for CUDA graphs only if the pool keeps over half its blocks: a small pool slows sampling even more.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None

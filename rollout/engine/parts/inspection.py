@@ -55,7 +55,7 @@ class Inspection:
         return changed and self._guard.source.sampled is self._guard.model
 
     def refuse_when_nothing_can_run(self) -> None:
-        """Raise `EngineStateError` if there are unfinished samples and none can run, as all wait for inactive adapters."""
+        """Raise `EngineStateError` if there are unfinished samples, but all of them wait for inactive adapters."""
         if not self._ledger.live or self.has_unfinished:
             return
         waiting = {sample.variant for sample in self._context.scheduler}

@@ -245,7 +245,7 @@ class Intake:
 
         Raises:
             InvalidRequestError: this engine can never serve the record, the record's policy version is later than `version`,
-                or the record's kept tokens do not match its tokens.
+                or the record's kept tokens (sets that sampling left to draw from) do not match its tokens.
         """
         number = record.request_id
         _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
@@ -287,8 +287,8 @@ class Intake:
         """
         first = record[0]
         prompt, params = first.prompt_tokens[: first.original_prompt_length], first.sampling_params
-        # Raise `max_tokens` by the number of completion tokens in the first segment's prompt. If the record starts with a
-        # checkpointed segment, the checkpoint has moved these tokens there, and has lowered `max_tokens` by their number.
+        # A checkpoint moves the completion tokens made so far into the next segment's prompt and lowers `max_tokens` by
+        # their number. If the record starts with such a segment, undo this: raise `max_tokens` by that number again.
         if made := len(first.prompt_tokens) - len(prompt):
             params = params.replace(max_tokens=params.max_tokens + made)
         pictured = self.images(first.request_id, prompt_of(first))
@@ -446,7 +446,7 @@ def _refuse_unserved(record: DynamicInferenceRequestRecord, routes: RouteShape |
 
 
 def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -> str:
-    """Return why the engine cannot continue a request with these expert routes, or an empty string if it can."""
+    """Return why the engine cannot continue a request with its recorded expert routes, or an empty string if it can."""
     indices = request.routing_indices
     if indices is None:
         return ""
@@ -461,7 +461,7 @@ def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -
 
 
 def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str:
-    """Return why the engine cannot continue a request with these kept tokens, or an empty string if it can."""
+    """Return why a request's kept tokens (those left by top-p and the like) prevent continuing it; empty if they do not."""
     sets = request.generated_kept_tokens
     if not request.sampling_params.return_kept_tokens:
         unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"

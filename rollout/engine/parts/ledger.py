@@ -130,7 +130,7 @@ class Ledger:
         return taken
 
     def put_back(self, taken: Sequence[DynamicInferenceRequestRecord]) -> None:
-        """Put back records that `take` returned but the caller did not get, so that the next `take` returns them."""
+        """Put back records that `take` removed but that did not reach the user, so that the next `take` returns them."""
         self.ended[:0] = taken
 
     def _text(self, sample: Sample) -> str | None:

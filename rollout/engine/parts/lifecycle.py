@@ -41,7 +41,7 @@ class Lifecycle:
             yield
 
     def moved(self) -> None:
-        """Call the listener `on_move`, if there is one."""
+        """Call the listener `on_move`, if one is set."""
         if self.on_move is not None:
             self.on_move()
 

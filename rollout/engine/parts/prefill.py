@@ -73,7 +73,7 @@ class Prefill:
     _intake: Intake
 
     def run(self, wanted: Sequence[Wanted], take: Take) -> None:
-        """Pass the logits of every wanted position to `take`. After a preemption, positions may be passed again.
+        """Pass the logits of every position in `wanted` to `take`. After a preemption, positions may be passed again.
 
         Raises:
             InvalidRequestError: a sequence cannot be computed (see `Intake.clamped` and `Intake.images`). The message
@@ -92,7 +92,7 @@ class Prefill:
                 scheduler.remove(lambda key: True)
 
     def _check(self, index: int, wanted: Wanted) -> int:
-        """Check a sequence, and return the token count of its longest image that must be computed in a single step."""
+        """Check a sequence, and return the length of its longest run of image tokens that a single step must compute."""
         tokens = _tokens(wanted, len(wanted.tokens))
         try:
             self._intake.clamped(index, tokens, wanted.params)
@@ -166,7 +166,7 @@ def _tokens(wanted: Wanted, count: int) -> list[int]:
 def _wanted_of(
     step: ScheduledStep, index_of: dict[Sample, int], wanted: Sequence[Wanted]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return three arrays [K] for the K wanted positions of a step.
+    """Return three arrays [K] for the K positions of a step that are listed in `wanted`.
 
     The arrays hold the sequence index, the position in the sequence, and the index among the step's packed positions.
     """

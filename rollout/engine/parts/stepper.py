@@ -147,7 +147,7 @@ class Stepper:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _contain(self, step: ScheduledStep, exc: Exception) -> None:
-        """Handle an exception of a forward pass.
+        """Handle an exception that a forward pass raised.
 
         If device memory ran out, shrink the KV pool. If it cannot shrink, or for other errors, fail the step's requests.
         """
@@ -197,7 +197,7 @@ class Stepper:
                 self._ledger.collect(sample)
             else:
                 self._ledger.fail([sample], exc)
-        # Do not count the failure if a request was being admitted: this request is removed, so retries terminate.
+        # Do not count the failure if a request was being admitted: that request is removed, so no step fails on it again.
         if scheduler.planner.admitting is None:
             self._count_failed_step(exc)
 

@@ -64,7 +64,7 @@ class BlockTables:
         return True
 
     def release_reserved(self, rows: IntArray) -> None:
-        """Release each row's reserved blocks after the block that contains the row's next position."""
+        """Release the reserved blocks of each row that lie beyond the block containing the row's next position."""
         table = self.table
         needed = table.computed[rows] // table.block_size + 1
         for at in np.flatnonzero(table.num_blocks[rows] > needed).tolist():
@@ -100,7 +100,7 @@ class BlockTables:
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def attach_prefix(self, sequence: Sequence, hashes: list[int], budget: int, headroom: int) -> bool:
-        """Attach the longest cached prefix to an empty row, and reserve blocks for the row's first prefill chunk.
+        """Attach a prompt's longest cached prefix to the sequence's empty row, and reserve blocks for its first chunk.
 
         In a model with recurrent states, the prefix stops at a snapshot of the state, and the row's state slot starts as a
         copy of this snapshot. Return False and change nothing if there is too little room.
@@ -158,7 +158,7 @@ class BlockTables:
         return True
 
     def unregistered(self, sequence: Sequence) -> list[int]:
-        """Return the hashes of the prompt blocks that an active sequence has yet to register, if it may register any."""
+        """Return the hashes of an active sequence's prompt blocks that it will register once they are computed."""
         row = sequence.row
         if not self.allocator.enable_prefix_caching or not self.table.current[row]:
             return []
@@ -174,7 +174,7 @@ class BlockTables:
         return next((each for each in sequence.hashes if not self.allocator.findable(each)), None)
 
     def register_prompt(self, sequence: Sequence) -> None:
-        """Register the prompt blocks of a sequence that have been computed so far."""
+        """Register the prompt blocks of a sequence whose KV is complete, so that new requests can share them."""
         table, row, size = self.table, sequence.row, self.table.block_size
         if not table.current[row]:
             return
@@ -186,7 +186,7 @@ class BlockTables:
             self._keep_state(row)
 
     def register_decoded(self, rows: IntArray) -> None:
-        """Register the blocks that a decode step has completed."""
+        """Register the blocks that a decode step has filled, at most one in each of `rows`."""
         table, size = self.table, self.table.block_size
         computed = table.computed[rows]
         index = computed // size - 1
@@ -205,9 +205,9 @@ class BlockTables:
     # --- snapshots of recurrent states --------------------------------------------------------------------------
 
     def cut(self, sequence: Sequence, count: int) -> int:
-        """Return the length of the next prompt chunk.
+        """Return the length of a sequence's next prompt chunk.
 
-        The length is `count`, or less if the chunk must stop at a block boundary so that a snapshot can be kept there.
+        It is `count`, or less if the chunk must stop at a block boundary, where a snapshot of the states is then kept.
         """
         start, boundary = self.table.computed.item(sequence.row), self._boundary(sequence)
         pauses = sequence.pauses_for_snapshot and start < boundary < start + count

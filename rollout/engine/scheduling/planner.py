@@ -16,7 +16,7 @@ Chunk = tuple[Sequence, int]
 
 
 def blocks_for(prompt: int, length: int, block_size: int) -> int:
-    """Return the number of blocks that the KV of `length` tokens needs, `prompt` of which are prompt tokens.
+    """Return the number of blocks for the KV of a sequence of `length` tokens, `prompt` of which are its prompt.
 
     The last token of a completion needs no room, because the sequence finishes before its KV would be computed.
     """
@@ -139,7 +139,7 @@ class StepPlanner:
                 insert(queues.waiting, leader)
 
     def _next(self) -> Sequence | None:
-        """Remove and return the next leader to admit. Return None if none waits, or too few rows are free for its group."""
+        """Remove and return the next leader to admit; None if no leader waits or its group needs more rows than are free."""
         queues = self._queues
         free = queues.num_free_places - sum(1 + len(each.siblings) for each in self.deferred)
         fits = queues.waiting and 1 + len(queues.waiting[0].siblings) <= free

@@ -14,7 +14,7 @@ from rollout.state import Status
 
 
 class Preemption:
-    """Takes row and KV away from active sequences of one scheduler, and queues these sequences again."""
+    """Takes the table row and the KV away from active sequences of one scheduler, and queues these sequences again."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
@@ -69,11 +69,11 @@ class Preemption:
         """Free all rows and blocks, after an exception inside a scheduler call may have left them inconsistent.
 
         Args:
-            sequences: all sequences that were added and have not finished.
+            sequences: all sequences that were added to the scheduler and have not finished.
 
         Returns:
             The sequences that are now in no queue, because they were active, or were being admitted or removed. Their
-            records lack the tokens sampled since the last `write_back`.
+            records lack the tokens sampled since the last `SequenceTable.write_back`.
         """
         queues = self._queues
         waiting: set[int] = set()

@@ -16,7 +16,7 @@ from rollout.observe.metric_table import ENGINE_STATS
 
 
 class Queues:
-    """The queues and rows of one engine. Every queue holds group leaders by *rank*: (priority, arrival).
+    """The queues and rows of one engine. Every queue holds group leaders, sorted by *rank*: (priority, arrival).
 
     A *leader* also stands for the other samples of its group, its `siblings`, until they are forked after prefill.
 
@@ -60,7 +60,7 @@ class Queues:
 
     @property
     def num_free_places(self) -> int:
-        """The number of further sequences that can get a row now. The scheduler of a `Prefill` may hold slots, too."""
+        """The number of further sequences that can get a row now. State slots held by a `Prefill` are not free either."""
         states, free = self.allocator.states, self._max_requests - self.num_active
         if not states.num_slots:
             return free
@@ -92,7 +92,7 @@ class Queues:
             yield from leader.siblings
 
     def sequences_of(self, step: ScheduledStep) -> list[Sequence]:
-        """Return every sequence with a row in `step`, unforked siblings included."""
+        """Return every sequence that `step` computes, including the unforked siblings of the leaders in its prefills."""
         owners = [self.by_row[row] for row in step.rows.tolist()]
         return [each for owner in owners for each in (owner, *owner.siblings)]
 

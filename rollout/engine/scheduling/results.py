@@ -16,7 +16,7 @@ class StepResults:
     """Applies the sampled tokens of each step to the sequences and blocks of one scheduler.
 
     Args:
-        track_events: whether to record an event for every token, with the block counts of the pool.
+        track_events: whether to record an event for every token, which contains the block counts of the pool.
     """
 
     def __init__(self, queues: Queues, *, track_events: bool) -> None:
@@ -27,7 +27,7 @@ class StepResults:
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Apply the results of a step. Return the sequences that finished in it; their records are complete.
 
-        `since` is the clock time at which the step was planned. The times of a run's tokens are spread evenly from then on.
+        The tokens of a run (several decode steps) get evenly spaced times from `since`, when the step was planned, to now.
         """
         queues = self._queues
         queues.allocator.host.unsettled = False
@@ -52,9 +52,9 @@ class StepResults:
         return ended
 
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Append the tokens of several decode steps, except those that were computed after a row had finished.
+        """Append the tokens of a run of decode steps, except tokens that a row got after it had finished.
 
-        Each token's time is computed as if all steps took equally long.
+        The tokens get times (the first step started at `since`) as if all steps took equally long.
         """
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
@@ -76,7 +76,7 @@ class StepResults:
         return ended
 
     def _steps_without_end(self, rows: IntArray, sampled: StepTokens) -> int:
-        """Return the number of leading steps of a run that finish none of `rows`.
+        """Return the number of steps at the start of a run in which none of `rows` finishes.
 
         The last step is never counted, because rows may reach their maximum length in it.
         """
@@ -89,7 +89,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append the tokens of the steps `span` of a run to `rows`. They must not finish a row or cross a block boundary."""
+        """Append to `rows` the tokens of a run's steps `span`, in which no row may finish or cross a block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)
@@ -106,7 +106,9 @@ class StepResults:
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
     ) -> NDArray[np.bool_]:
-        """Append the sampled tokens at `indices` to `rows`, one token per row. Add finished sequences to `ended`.
+        """Append one token, sampled at time `now`, to each of `rows`: the one at its index in `indices`.
+
+        Sequences that finish are added to `ended`.
 
         Returns:
             [len(rows)] bool, whether each row is still unfinished.
@@ -148,7 +150,7 @@ class StepResults:
     def _keep(
         self, rows: IntArray, kept: list[bytes], indices: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
-        """Record the token sets (`StepTokens.kept`) of the sampled tokens at `indices`, except tokens with log-prob NaN."""
+        """Record which sets the tokens at `indices` were drawn from (see `StepTokens.kept`), except for NaN log-probs."""
         by_row, total = self._queues.by_row, 0
         for row, index, good in zip(rows.tolist(), indices.tolist(), (logprobs == logprobs).tolist(), strict=True):
             packed = kept[index]
@@ -210,7 +212,7 @@ class StepResults:
         return None
 
     def _end_prompt(self, leader: Sequence, ended: list[Sequence]) -> None:
-        """Fork the samples of a fully computed prompt and start decoding. Add samples that generate nothing to `ended`."""
+        """Fork the samples of a computed prompt and start decoding. Add samples that may generate no tokens to `ended`."""
         queues, table = self._queues, self._queues.table
         group = [leader, *leader.siblings]
         discard(queues.prefilling, leader)

@@ -19,7 +19,7 @@ MOST_WITH_TEXT = 8
 """The maximum number of steps in a run if some rows have stop strings, because tokens after a stop string are discarded."""
 
 _NEWEST = 0.2
-"""The weight of the newest step in the running mean."""
+"""The weight of the newest step in the running means of `StepCost`."""
 _OUTLIER = 3.0
 """The ratio of a step's duration to the estimate (or of the estimate to the duration) that makes the step an outlier."""
 
@@ -32,7 +32,7 @@ class StepCost:
         self._seconds = math.inf
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Add a step of `rows` rows to the means. Cap an outlier's duration, because another process may have delayed it."""
+        """Add a step of `rows` rows to the means. Cap `seconds` of an outlier, which another process may have delayed."""
         if _OUTLIER * seconds < self.step(rows):
             # Restart the means: earlier steps were much slower, perhaps because they compiled kernels or captured graphs.
             self._rows, self._seconds = rows, seconds

@@ -72,7 +72,7 @@ class Scheduler(Queues):
     # --- adding and removing sequences --------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, variant: Variant | None = None) -> None:
-        """Queue a sequence and its unforked `siblings` by rank.
+        """Queue a sequence and its unforked `siblings`, in the order of rank (see `Queues`).
 
         Args:
             sequence: the leader of a group.
@@ -117,7 +117,7 @@ class Scheduler(Queues):
             )
 
     def blocks_needed(self, prompt: int, length: int) -> int:
-        """Return the number of blocks that the KV of `length` tokens needs, `prompt` of which are prompt tokens."""
+        """Return the number of blocks for the KV of a sequence of `length` tokens, `prompt` of which are its prompt."""
         return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
@@ -179,7 +179,7 @@ class Scheduler(Queues):
             insert(self.queue_of(leader), leader)
 
     def advance_version(self, version: int) -> None:
-        """Start a new policy version and close every sequence's version span at its current length. O(1) per sequence."""
+        """Make `version` the current policy version; every sequence's span of the old version ends at its current length."""
         table = self.table
         for sequence in self:
             request = sequence.request

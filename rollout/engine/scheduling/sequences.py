@@ -46,7 +46,7 @@ IntArray = NDArray[np.int32]
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
 """A function that reads a sequence's expert routes: (pages of the sequence, start, stop) → [stop - start, layers, k]."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
-"""A cached `VersionSpans.of_run`. Deltas of several rows can share one result, because a delta's spans never change."""
+"""A `VersionSpans.of_run` that caches its results, which several deltas can share because a delta's spans never change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +86,13 @@ class PromptImages:
         return max((stop - start for start, stop in self.whole), default=0)
 
     def keyed(self, tokens: list[int]) -> IntArray:
-        """Return the token ids as an array, with keys in place of the placeholders."""
+        """Return the prompt's token ids as an array in which each placeholder is replaced by its key."""
         array = np.asarray(tokens, np.int32)
         array[self.places] = self.keys
         return array
 
     def fitting(self, start: int, count: int) -> int:
-        """Return the length, up to `count`, of the longest chunk from `start` that does not end inside a run of `whole`.
+        """Return the length of the longest chunk from `start`, up to `count`, that does not end inside a run of `whole`.
 
         Return 0 if `start` is in a run that is not complete after `count` positions.
         """
@@ -137,7 +137,7 @@ def image_keys(digests: list[bytes], counts: list[int], videos: list[bool]) -> I
 
 
 def is_video(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a bool array with the shape of `ids`, which is True for video keys."""
+    """Return a bool array with the shape of `ids`, which is True where the id is the key of a video's placeholder."""
     keys: NDArray[np.bool_] = (ids < 0) & ((-1 - ids) % 2 == 1)
     return keys
 
@@ -150,7 +150,7 @@ class Sequence:
     order: int
     """The number of the sequence's group. Groups are numbered in order of arrival."""
     tokens: IntArray
-    """[P], the prompt of the live segment: all tokens known when the sequence was last queued, with keys for images."""
+    """[P], the live segment's prompt: all tokens when the sequence was last queued, with keys for image placeholders."""
     stop_ids: tuple[int, ...]
     """The token ids that finish the sequence: the request's stop ids and, unless `ignore_eos`, the model's EOS ids."""
     max_length: int
@@ -172,7 +172,7 @@ class Sequence:
     """Whether prefill is split at the block boundary where a snapshot of the recurrent states can be kept. False after a
     preemption, because the extra step would make the preemption even more expensive."""
     wants_prompt_logprobs: bool = False
-    """Whether prompt log-probs are still missing, so that the whole prompt must be computed, even if it is cached."""
+    """Whether requested prompt log-probs are still missing. If so, the whole prompt is computed, even if it is cached."""
     images: PromptImages = NO_IMAGES
     """The images of the prompt."""
     prompt_top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -208,7 +208,7 @@ class Sequence:
         return self.row != NO_ROW
 
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
-        """Make `tokens`, which start with the current prompt, the prompt of the live segment."""
+        """Make `tokens`, which extend the current prompt, the prompt of the live segment, and hash its blocks."""
         self.tokens = self.images.keyed(tokens)
         self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.prefix_share)
 
@@ -254,7 +254,7 @@ class SequenceTable:
         chain: [S] int64, the hash of the chain of leading blocks that were registered or found in the cache.
         chained: [S], the number of blocks in this chain.
         position_shift: [S], the number to add to a position after the prompt to get its rotary position; 0 without images.
-        current: [S] bool, whether weights, variant and forward settings have not changed since the row was filled.
+        current: [S] bool, whether weights, variant and forward settings are the same as when the sequence got the row.
         plain: [S] bool, whether no per-token Python code is needed (no stop strings, no top log-probs).
         read_routes: function that reads recorded expert routes; None if no routes are recorded.
     """
@@ -311,7 +311,7 @@ class SequenceTable:
         sequence.row = row
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Copy what `source`'s row records about the computed prompt, block table included, into `target`'s row."""
+        """Copy the state of the computed prompt, such as its block table, from `source`'s row to `target`'s row."""
         a, b = source.row, target.row
         for column in (self.computed, self.num_blocks, self.chain, self.chained, self.current):
             column[b] = column[a]
@@ -388,7 +388,7 @@ class SequenceTable:
         return delta
 
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return the expert routes [stop - start, layers, k] of an active sequence from `start` to `stop` - 1."""
+        """Return the expert routes [stop - start, layers, k] of an active sequence's positions `start` to `stop` - 1."""
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:

@@ -30,7 +30,7 @@ class ScheduledStep:
     prefills: tuple[Sample, ...]
     """The sequences of the prefill entries, which follow the first `num_decodes` entries."""
     copies: tuple[tuple[int, int], ...]
-    """The (source, destination) pairs of pages to copy before the forward pass, in order; `~s` is slot s in host memory."""
+    """The page copies before the forward pass, in order, as (source, destination); page `~s` is slot s in host memory."""
     sampled_entries: IntArray
     """[K] int32, the entry whose last position each token is sampled from. Samples that share a prefill share its entry."""
     sampled_rows: IntArray
