@@ -123,7 +123,7 @@ if TYPE_CHECKING:  # results, engine parts and job parts, for tests and ports of
 
 
 def _homes() -> list[dict[str, str]]:
-    """Return a dict from name to module for each of the three import blocks above, so each name is written only once."""
+    """Return a dict from name to module for each of this file's three import blocks, so each name is written only once."""
     blocks = [
         each.body for each in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(each, ast.If)
     ]

@@ -65,7 +65,7 @@ class Advanced(Options):
     its last reference is released."""
 
     image_cache_memory_gb: float = 0.25
-    """Size of the cache of vision tower outputs, for images in later turns, in GiB. Above 0. `suspend` releases it."""
+    """Size in GiB of the cache of vision tower outputs, for images that occur again. Above 0. `suspend` releases it."""
 
     track_generated_token_events: bool = False
     """Record a GENERATED_TOKEN event for every token. This costs Python time for every token."""
@@ -233,7 +233,7 @@ class CoordinatorAdvanced(Options):
     """Seconds without a ready rank after which waiting requests fail with `RequestTimeoutError`. Above 0."""
 
     max_open_mb: int = 1024
-    """Maximum memory of one client's open requests (prompts, parameters and known tokens), in MiB. At least 1."""
+    """Maximum memory of one client's open requests (prompts, parameters and tokens generated so far), in MiB. At least 1."""
 
     _rules: ClassVar[Rules] = {
         AT_LEAST_1: ("progress_interval", "max_open_mb"),

@@ -51,15 +51,15 @@ class RolloutError(Exception):
 
 
 class ConfigError(RolloutError, ValueError):
-    """The error for a configuration field or sampling parameter that is unknown or out of range."""
+    """The error raised for a configuration field or sampling parameter that is unknown or out of range."""
 
 
 class UnsupportedModelError(RolloutError, ValueError):
-    """The error for a model with a layer or an attention argument that the engine does not support."""
+    """The error raised for a model with a layer or an attention argument that the engine does not support."""
 
 
 class RequestError(RolloutError):
-    """The error of one request that finished without a result.
+    """The error raised for one request that finished without a result.
 
     Attributes:
         request_id: id of the request. None if the request failed before an id was assigned.
@@ -71,7 +71,7 @@ class RequestError(RolloutError):
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """The error of a request that was rejected at admission because it can never be served."""
+    """The error raised for a request that was rejected at admission because it can never be served."""
 
     def at(self, place: str = "") -> InvalidRequestError:
         """Return a copy whose message begins with `place`, such as `prompts[0]: `, instead of the engine's request id."""
@@ -79,31 +79,31 @@ class InvalidRequestError(RequestError, ValueError):
 
 
 class RequestAbortedError(RequestError):
-    """The error of a request that was aborted."""
+    """The error raised for a request that was aborted."""
 
 
 class RequestFailedError(RequestError):
-    """The error of a request that an engine step was computing when it raised an exception, which is the `__cause__`."""
+    """The error raised for a request if the engine step that computed it failed. The original exception is `__cause__`."""
 
 
 class StaleRequestError(RequestError):
-    """The error of a request with tokens that are older than `max_staleness` allows."""
+    """The error raised for a request that contains tokens older than `max_staleness` allows."""
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The error of a request whose deadline passed, or for which no rank was ready for `no_rank_timeout_s`."""
+    """The error raised for a request whose deadline passed, or for which no rank was ready for `no_rank_timeout_s`."""
 
 
 class RankLostError(RequestError):
-    """The error of a request that is not retried, because several ranks died while they were computing it."""
+    """The error raised for a request that is not retried, because several ranks died while they were computing it."""
 
 
 class QueueFullError(RequestError):
-    """The error of a request that exceeds a limit on open requests. Try again when other requests have finished."""
+    """The error raised for a request that exceeds a limit on open requests. Try again when other requests have finished."""
 
 
 class RolloutFailedError(RolloutError):
-    """The error for a batch with failed samples. `batch` contains every row, with failed rows masked out.
+    """The error raised for a batch with failed samples. `batch` contains every row, with failed rows masked out.
 
     Attributes:
         batch: the `RolloutBatch`. Its `errors` give the cause for each failed row.
@@ -115,15 +115,15 @@ class RolloutFailedError(RolloutError):
 
 
 class EngineStateError(RolloutError, RuntimeError):
-    """The error for a call that is not allowed in the engine's current state."""
+    """The error raised by a call that is not allowed in the engine's current state."""
 
 
 class EngineDeadError(RolloutError, RuntimeError):
-    """The error of an engine that has stopped permanently. Create a new engine."""
+    """The error raised by calls to an engine that has stopped permanently. Create a new engine."""
 
 
 class WeightsChangedError(RolloutError, RuntimeError):
-    """The error for weights that changed without an announced update, or for a copy of the weights that is out of date.
+    """The error raised if weights changed without an announced update, or if a copy of the weights is out of date.
 
     Attributes:
         tensors: names of the tensors that differ.
@@ -135,7 +135,7 @@ class WeightsChangedError(RolloutError, RuntimeError):
 
 
 class DeadlineError(RolloutError, TimeoutError):
-    """The error of a wait that exceeded its deadline.
+    """The error raised when a wait exceeds its deadline.
 
     Tracebacks print its `__notes__`, which describe this process's engines, connections and threads at the time of the
     error. `rollout.threads.diagnosis` sets `note` to a function that returns this description.
@@ -150,7 +150,7 @@ class DeadlineError(RolloutError, TimeoutError):
 
 
 class ControlError(RolloutError, RuntimeError):
-    """The error of a control call that is not allowed in the current state, or that some engines did not complete.
+    """The error raised by a control call that is not allowed in the current state, or that some engines did not complete.
 
     Attributes:
         engines: names of the engines that did not complete the call.
@@ -162,7 +162,7 @@ class ControlError(RolloutError, RuntimeError):
 
 
 class ConnectionLostError(RolloutError, ConnectionError):
-    """The error of a connection whose coordinator is gone or has closed it. Every request open on it raises this error.
+    """The error raised for a connection whose coordinator is gone or has closed it, and for each request open on it.
 
     Attributes:
         final: whether reconnecting cannot succeed, because protocol versions differ or another process uses this peer's
@@ -175,11 +175,11 @@ class ConnectionLostError(RolloutError, ConnectionError):
 
 
 class JournalError(RolloutError, OSError):
-    """The error of a journal whose files cannot be read, written or synced, or that is not open in this process."""
+    """The error raised for a journal whose files cannot be read, written or synced, or that is not open in this process."""
 
 
 class SerializationError(RolloutError, ValueError):
-    """The error for a received payload with an unexpected type, field or length."""
+    """The error raised for a received payload with an unexpected type, field or length."""
 
 
 # --- unknown names ------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ _SAME_AS = {
         "AsyncLLM": "AsyncLLMEngine",
     },
 }
-"""A dict from class (or "rollout") to its names, each with the synonyms in transformers, TRL, vLLM, SGLang and verl."""
+"""A dict from class (or "rollout") to a dict from its names to their synonyms in transformers, TRL, vLLM, SGLang, verl."""
 
 _OUR_NAMES = {
     theirs: (ours, owner)

@@ -1,4 +1,4 @@
-"""An append-only journal of finished groups, with checkpoints.
+"""An append-only journal of finished groups (all samples of a prompt), with checkpoints.
 
     journal = Journal("run/journal-rank0")
     journal.append(samples)                          write a finished group
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentName(NamedTuple):
-    """The number and the mark in the name of a journal file."""
+    """The parts of a journal file's name: a number, and the mark of the checkpoint at which the file was started."""
 
     number: int
     mark: str
@@ -169,7 +169,7 @@ class Journal:
         return self._line[-1]
 
     def since(self, mark: str | None) -> Iterator[FinishedGroup]:
-        """Return an iterator over the groups appended after the checkpoint with this mark. None means all groups.
+        """Return an iterator over the groups appended after the checkpoint that returned `mark`. None means all groups.
 
         These groups stay on disk until the next `checkpoint`. An unknown mark raises `ConfigError`, which lists the known
         marks.
@@ -187,7 +187,7 @@ class Journal:
         return (group for name in names for group in self._groups(name.path(self.folder)))
 
     def read(self, place: Place) -> FinishedGroup | None:
-        """Read one group again. Return None if the group's file has been removed since, or the group is damaged."""
+        """Read one group again. Return None if its file has been removed by a later checkpoint, or the group is damaged."""
         try:
             with place.path.open("rb") as file:
                 file.seek(place.start)
@@ -245,7 +245,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Start a new file. Return its mark, which begins with `step`."""
+        """Start a new journal file. Return the mark in its name, which begins with the checkpoint's `step`."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)
@@ -302,7 +302,7 @@ def _locked(folder: Path) -> int:
 
 
 def _write(file: int, data: bytes, start: int) -> int:
-    """Write at an offset and return the next offset. There is no buffer, so the data survive a kill of the process."""
+    """Write `data` at offset `start` and return the next offset. No buffer is used, so the data survive a process kill."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, start)
@@ -320,7 +320,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> None:
-    """Read and check the first line. A line that a crash has cut off is accepted."""
+    """Read and check the first line of a journal file. A line that a crash has cut off is accepted."""
     if not _HEADER.startswith(file.readline(len(_HEADER))):
         raise SerializationError(
             f"{file.name} does not begin as a journal of version {VERSION}, which this release reads: move it away"

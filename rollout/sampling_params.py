@@ -48,7 +48,7 @@ WHITESPACE = r"[ \t\r\n]{1,20}"
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutput(NamedOptions):
-    """A constraint on the text of a completion, given by exactly one of the three fields. Requires the extra `structured`.
+    """A constraint on the text of a completion, given by exactly one of the fields. Requires the package extra `structured`.
 
     Tokens that would violate the constraint get probability 0 before temperature and filters apply. Processed log-probs are
     over the resulting distribution. The completion finishes when the constraint is complete, even before `min_tokens`.

@@ -78,7 +78,7 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return (int32) the kept ids of `rows`, concatenated [N, ids per row], and their number per token [N, tokens]."""
+        """Return the kept ids of `rows`, concatenated [N, row's ids], and their number per token [N, tokens]; both int32."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LARGE = 32 * 1024
 
 
 def _described(schema: dict[str, Any]) -> None:
-    """Allow null for optional and unknown fields of a JSON schema, and add the descriptions from `SamplingParams`."""
+    """Make `schema` allow null for optional and unknown fields, and add the field descriptions in `SamplingParams`."""
     schema["additionalProperties"] = {"type": "null"}
     documented = documentation(SamplingParams)
     for name, option in schema.get("properties", {}).items():

@@ -62,7 +62,7 @@ class AbortRequests(Body):
 
     request_ids: Annotated[list[Text], Field(max_length=4096)] | None = None
     """Ids of the replies to abort: `request_id` in replies of `/inference/v1/generate`, `id` in other replies. If null or
-    empty, all requests over HTTP are aborted."""
+    empty, all requests that arrived over HTTP are aborted."""
 
 
 class LoadAdapterRequest(Body):
@@ -145,7 +145,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/abort_requests", openapi_extra=documented_body(AbortRequests, required=False))
     async def abort_requests(request: Request) -> Reply:
-        """Abort replies by their ids, or all requests over HTTP."""
+        """Abort replies by their ids, or abort all requests that arrived over HTTP."""
         names = (await body_of(serving, request, AbortRequests, required=False)).request_ids
         ended = [await serving.abort(name) for name in names] if names else [await serving.abort_all()]
         return control.now(aborted=sum(ended))
@@ -220,7 +220,7 @@ class Control:
         return told | {"aborted": 0, "flushed_blocks": 0} | done
 
     async def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the LLM; raise `ApiError` 409 if it needs another engine state or a missing coordinator."""
+        """Call a method of the LLM; raise `ApiError` 409 if the engine's state forbids it or its coordinator is missing."""
         try:
             return await self._serving.ask(method, *arguments)
         except RuntimeError as exc:
@@ -232,7 +232,7 @@ class Control:
         """Pause the engines unless they are paused or suspended already.
 
         Args:
-            mode: what happens to open requests over HTTP: they stay open ("keep"), finish before the pause ("wait"), or are
+            mode: what happens to open HTTP requests: they stay open ("keep"), finish before the pause ("wait") or are
                 aborted ("abort").
         """
         serving = self._serving

@@ -53,7 +53,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The reply of every path except `/health` and `/ping` if the status is not 200."""
+    """The body of every reply with a status other than 200, except for `/health` and `/ping`."""
 
     error: ErrorDetail
 
@@ -86,7 +86,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Return the HTTP response as ASCII, because a message may quote a lone surrogate, which UTF-8 cannot encode."""
+        """Return the HTTP response, in ASCII because a message may quote a lone surrogate, which UTF-8 cannot encode."""
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
@@ -186,9 +186,9 @@ def _of_framework(exc: HTTPException) -> ApiError:
 # --- errors in request bodies -----------------------------------------------------------------------------------------
 
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
-"""The pattern of a part of a pydantic error location that is the tag of a union, which is left out of the field's path."""
+"""The pattern of union tags in the locations of pydantic errors. Tags are left out of the field's path."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
-"""The pattern of a part that names an alternative of a union, or a key. The field's path ends before this part."""
+"""The pattern of names of union alternatives, or keys, in such a location. The field's path ends before this name."""
 
 _SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
 

@@ -85,8 +85,8 @@ class Boundary:
 class Auth:
     """A check of the API key. If no key is configured, it rejects requests that another site's page makes a browser send.
 
-    Such a page could otherwise reach a server on loopback. The request may need no CORS preflight, or its host name may
-    resolve to this machine.
+    Such a page could otherwise reach a server on loopback: not all requests need a CORS preflight, and the page's host
+    name may resolve to this machine.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:

@@ -74,7 +74,7 @@ class RequestMetrics:
         """Count a reply, and record its duration. A reply counts even if its client disconnected.
 
         Args:
-            endpoint: path of the route. With the path of the request, the number of label values would be unbounded.
+            endpoint: path of the route. The request's own path would make the number of label values unbounded.
             status: HTTP status of the reply; 499 if the client disconnected.
             seconds: seconds since the request's headers were complete.
         """

@@ -172,7 +172,7 @@ class Serving:
         return sum([await self.ask(self.llm.abort, request_id) for request_id in self._computed.get(reply_id, ())])
 
     def was_cut(self, reply_id: str) -> bool:
-        """Return whether a control call has aborted the open reply, whose stream then finishes with the tokens so far."""
+        """Return whether a control call aborted the open reply `reply_id`, whose stream finishes with the tokens so far."""
         return reply_id in self._cut and not self.stopping
 
     async def abort_all(self) -> int:

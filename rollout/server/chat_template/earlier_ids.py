@@ -192,6 +192,6 @@ def _mark() -> str:
 
 
 def _behind(mark: str, text: str) -> str | None:
-    """Return the text after the mark; None if the mark does not occur exactly once."""
+    """Return the part of `text` after `mark`; None if `mark` does not occur exactly once."""
     parts = text.split(mark)
     return parts[1] if len(parts) == 2 else None

@@ -39,7 +39,7 @@ class PromptTokenizer:
         return [int(token) for token in read["input_ids"]]
 
     def check(self, text: str, field: str) -> None:
-        """Raise `InvalidRequestError` if a text has more characters than the allowed number of tokens can cover."""
+        """Raise `InvalidRequestError`, naming `field`, if `text` has more characters than the longest prompt can have."""
         most = self._room() * self._longest
         if len(text) > most:
             raise InvalidRequestError(
@@ -49,5 +49,5 @@ class PromptTokenizer:
 
     @cached_property
     def _longest(self) -> int:
-        """The length of the longest token name, which bounds the number of characters per token."""
+        """The number of characters of the longest token in the vocabulary, which bounds the characters per token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)

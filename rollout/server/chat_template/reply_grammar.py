@@ -108,7 +108,7 @@ def _rules_of_calls(tools: Tools) -> list[str]:
 
 
 def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], strict: bool) -> list[str]:
-    """Return the grammar rules for a format that writes the arguments one by one, in the order of the schema.
+    """Return the grammar rules of a call's arguments, written one by one in the order of the schema.
 
     Args:
         place: index of the tool, which makes the names of the rules unique.

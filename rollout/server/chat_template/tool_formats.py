@@ -31,7 +31,7 @@ class ToolFormat:
     closing: str = ""
     """The text after a block of calls, which a reply may lack at its end. If "", the block extends to the reply's end."""
     closed: bool = False
-    """Whether a block counts only with its closing text, because a truncated block would otherwise look complete."""
+    """Whether a block without its closing text is content, because a truncated block would otherwise look complete."""
     named: str
     """The beginning of a forced call. NAME is replaced by the function's name as a JSON string, BARE by the plain name."""
     ending: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class ToolFormat:
         return self.named.replace("NAME", json.dumps(function)).replace("BARE", function)
 
     def calls(self, text: str, schemas: Schemas) -> list[Call]:
-        """Return the calls in a block's text; raise `ValueError` for other text. `schemas` has the types of parameters."""
+        """Return the calls in a block's text; raise `ValueError` for any other text. `schemas` has the parameters' types."""
         if self.call is None:
             return _json_calls(text)
         found = []

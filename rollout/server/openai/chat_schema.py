@@ -89,9 +89,9 @@ class RolloutIds(BaseModel):
     token_ids: TokenIds
     """Token ids of the reply."""
     prompt_digest: str | None = Field(None, max_length=256)
-    """Digest of the prompt, unchanged from the reply. Token ids without both digests are not reused."""
+    """Digest of the prompt, copied unchanged from the reply. Token ids without both digests are not reused."""
     content_digest: str | None = Field(None, max_length=256)
-    """Digest of the reply's content and tool calls, unchanged from the reply."""
+    """Digest of the reply's content and tool calls, copied unchanged from the reply."""
 
 
 _PARTS = Discriminator(
@@ -112,7 +112,7 @@ class Message(Body):
         ]
         | None
     ) = None
-    """Text, or a list of parts."""
+    """Content of the message: a text or a list of parts."""
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None
@@ -122,7 +122,7 @@ class Message(Body):
     reasoning_content: str | None = None
     """Reasoning text, for chat templates that show it. The name `reasoning` is accepted too."""
     refusal: str | None = None
-    """Accepted, without effect."""
+    """Accepted, but has no effect."""
     rollout: RolloutIds | None = None
     """In an assistant message, the `rollout` object of the reply, unchanged. The prompt reuses its token ids if the
     conversation is unchanged up to and including the reply. If not, the new reply's `rollout.retokenized` gives the reason.
@@ -219,11 +219,11 @@ class JsonSchema(Body):
 
     name: str | None = None
     description: str | None = None
-    """Accepted, without effect. It is not shown to the model."""
+    """Accepted, but has no effect. It is not shown to the model."""
     schema_: dict[str, JsonValue] = Field({"type": "object"}, alias="schema")
     """JSON schema of the reply."""
     strict: bool | None = None
-    """Accepted, without effect, because a reply always fits the schema."""
+    """Accepted, but has no effect, because a reply always fits the schema."""
 
 
 class ResponseFormat(Body):

@@ -66,7 +66,7 @@ def reply_head(serving: Serving, body: RequestFields, kind: str, prefix: str) ->
 def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> int:
     """Return `asked`, but at most the remaining sequence length (at least 1). Without `asked`, return this maximum.
 
-    Raises `InvalidRequestError` if the prompt is too long. The engine would only find this after validating every token.
+    Raises `InvalidRequestError` if the prompt is too long, which the engine would report only after checking every token.
     """
     longest = serving.llm.max_sequence_length
     if len(prompt) > longest:
@@ -79,7 +79,7 @@ def tokens_left(serving: Serving, prompt: Sequence[int], asked: int | None) -> i
 
 
 def work_of(body: SamplingFields, size: int) -> int:
-    """Return the body size for `off_the_loop`. A request with a constraint counts as large, because compiling it is slow."""
+    """Return the size to pass to `off_the_loop`: `size`, or at least `LARGE` for a constraint, which is slow to compile."""
     return max(size, LARGE) if body.constrained else size
 
 
@@ -106,7 +106,7 @@ def texts_for(serving: Serving, body: SamplingBody) -> TokenTexts:
 
 
 def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> ApiError:
-    """Return a 400 whose message begins with `where`. Its `param` is the field that begins `exc`, or else the prompt."""
+    """Return a 400 whose message is `where` and `exc`. Its `param` is the field that begins `exc`, or else the prompt."""
     if found := _CONSTRAINT.match(str(exc)):
         field = body.constraint_field
         return bad_request(f"{where}{field}: {str(exc)[found.end() :]}", param=field)
@@ -146,7 +146,7 @@ class Reply:
     head: dict[str, Any]
     """The fields common to the whole reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)
-    """The fields of `head` that have other values in a chunk."""
+    """The values in a chunk of the fields whose values differ from those in `head`."""
 
     async def answer(self, request: Request) -> Response:
         """Return the reply, or a stream of its chunks as server-sent events that ends with `[DONE]`.
@@ -169,7 +169,7 @@ class Reply:
         return Response(await self._encoded(groups), media_type="application/json")
 
     async def _encoded(self, groups: list[Group]) -> bytes:
-        """Encode a whole reply. Other tasks run in between, because encoding thousands of choices takes long."""
+        """Encode a whole reply. Let other tasks run between choices, because encoding thousands of choices takes long."""
         version, turn = self.serving.llm.policy_version, Turn()
         choices: list[bytes] = []
         for prompt, group in enumerate(groups):
@@ -198,7 +198,7 @@ class Reply:
         yield DONE
 
     async def _begin(self, *, growing: bool) -> list[Any]:
-        """Submit every prompt, or none on an error. If `growing`, streams yield deltas as they arrive, else whole groups."""
+        """Submit every prompt, or none if one fails. Return streams that yield deltas if `growing`, else whole groups."""
         serving, body, asked = self.serving, self.body, self.asked
         options: dict[str, Any] = {"priority": body.urgency, "timeout_s": serving.time_limit(body.timeout_s)}
         streams: list[Any] = []
@@ -228,7 +228,7 @@ class Reply:
         return await self._counted(streams)
 
     async def _deltas(self, streams: Sequence[Any]) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """Yield (choice index, delta) pairs. If a control call aborts the reply, its open choices finish as `abort`."""
+        """Yield (choice index, delta) pairs. If a control call aborts the reply, open choices finish with reason `abort`."""
         samples = self.body.samples
         begun: set[int] = set()
         ended: set[int] = set()

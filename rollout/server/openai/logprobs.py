@@ -23,7 +23,7 @@ LOWEST = -9999.0
 
 
 class TokenTexts:
-    """The cached text and bytes of single tokens. Without a tokenizer, token 7 has the text `token_id:7` and no bytes."""
+    """The cached text and bytes of single tokens. Without a tokenizer, a token's text is its id, such as `token_id:7`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

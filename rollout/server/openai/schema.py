@@ -1,7 +1,7 @@
 """The request schemas for sampling options and completions, as pydantic models.
 
-Null means the default, and an unknown field must be null. Some fields (`user`) are accepted without effect. Values are not
-converted: a string is not a number, and a bool is not an integer.
+Null means the default, and an unknown field must be null. Some fields (`user`) are accepted but have no effect. Values are
+not converted: a string is not a number, and a bool is not an integer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StreamOptions(Body):
     include_usage: bool = False
     """Whether to send the usage in an additional last chunk without choices."""
     include_obfuscation: bool | None = None
-    """Accepted, without effect, because chunks are never padded."""
+    """Accepted, but has no effect, because chunks are never padded."""
 
 
 class StructuredOutputs(Body):
@@ -103,7 +103,7 @@ class RequestFields(Body):
     stream_options: StreamOptions = StreamOptions()
     """Options of a stream."""
     user: str | None = None
-    """Accepted, without effect."""
+    """Accepted, but has no effect."""
     priority: int = Field(0, ge=-INT32, le=INT32)
     """Requests with a higher priority are scheduled first."""
     timeout_s: float | None = Field(None, gt=0, le=86400)
@@ -161,7 +161,7 @@ class SamplingFields(Body):
     skip_special_tokens: Literal[True] = True
     """Must be true: texts never contain special tokens. The reply's token ids contain them."""
     spaces_between_special_tokens: bool | None = None
-    """Accepted, without effect, because fast tokenizers write no such spaces."""
+    """Accepted, but has no effect, because fast tokenizers write no such spaces."""
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the text. Requires the package extra `structured`."""
 

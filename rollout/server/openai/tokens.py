@@ -37,11 +37,11 @@ class GenerateParams(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=20)
     """Return the log-prob of every sampled token, and of this many most likely tokens per position (0: no other tokens)."""
     output_kind: int | None = Field(None, ge=0, le=2)
-    """Accepted, without effect. A reply always has whole samples, and a stream always has the new tokens of each sample."""
+    """Accepted, but has no effect: a reply always has whole samples, and a stream the new tokens of each sample."""
     detokenize: bool | None = None
-    """Accepted, without effect, because a reply has no text."""
+    """Accepted, but has no effect, because a reply has no text."""
     skip_special_tokens: bool = True  # type: ignore[assignment]
-    """Accepted, without effect, because a reply has no text."""
+    """Accepted, but has no effect, because a reply has no text."""
 
 
 class GenerateRequest(RequestFields):
