@@ -84,7 +84,7 @@ class ModelRunner:
 
         Prompt log-probs are appended to the sequences that request them, for the prompt positions that this step computes.
         """
-        # Wait for callers' device work now: `compute` does so only after states were moved and images encoded.
+        # Wait for the callers' device work here: `compute` waits only after states have been moved and images encoded.
         self.order.follow()
         self.move_states(step.state_moves)
         if step.ahead and self.runs is not None:
@@ -126,7 +126,7 @@ class ModelRunner:
             return self.forward(work.ids, work.rows, work.keep, states, work.images, named)
 
     def zero_blocks(self, blocks: Rows[int]) -> None:
-        """Fill KV blocks with zeros, on all members of a tensor-parallel group."""
+        """Fill the given KV blocks with zeros, on all ranks of the tensor-parallel group."""
         self.cache.zero_blocks(blocks)
         self._together.zero_blocks(blocks)
 
@@ -171,7 +171,7 @@ class ModelRunner:
     def pictured(
         self, step: ScheduledStep, rows: PagedRows, table: SequenceTable
     ) -> tuple[PagedRows, StepImages | None]:
-        """Return a step's packed rows with image masks added, and its image inputs, which are None if it has no images."""
+        """Return a step's packed rows, with image masks added, and its image inputs (None if no images affect the step)."""
         pictured = any(each.images.items for each in step.prefills)
         with self.installation.forward() if pictured else nullcontext():
             images = self.vision.of_step(step, table, rows.offsets, rows.positions)
@@ -192,7 +192,7 @@ class ModelRunner:
             ids: [P], the token ids of the P packed positions.
             rows: the R sequences, with their positions and block tables.
             keep: the packed positions whose logits are needed.
-            states: [R], the slot of each sequence's recurrent state, if the model has such states. None: the first R slots.
+            states: [R], the slot of each sequence's recurrent state, if the model has any. None means the first R slots.
             images: the image inputs, or None if the step has no images.
             named: [R], the name of each sequence's adapter, or None if no sequence names an adapter.
         """
@@ -233,8 +233,8 @@ class DecodeRuns:
     def serves(self, step: ScheduledStep) -> bool:
         """Return whether `run` can run several decode steps for the rows of `step`.
 
-        All rows must be decoding, without named adapters and without images that shift later positions. Tokens must be drawn
-        from the logits divided by the temperature, without other edits. No results but tokens and log-probs may be needed.
+        All rows must be decoding, without named adapters and without images that shift later positions. Logits must not be
+        edited, only divided by the temperature. No row may request results other than tokens and log-probs.
         """
         runner, rows = self._runner, step.rows
         table, installation = runner.table, runner.installation

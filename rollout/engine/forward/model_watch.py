@@ -33,24 +33,24 @@ from rollout.engine.scheduling.adapters import Variant, layers_with_adapters, va
 from rollout.errors import UnsupportedModelError
 
 FAMILIAR = frozenset({*PACKAGES, "accelerate", "deepspeed", "liger_kernel", "trl", "rollout", "trainer_hooks"})
-"""The packages whose code depends only on the weights and on values that the key contains. All other code is foreign, except
-for the standard library."""
+"""The packages whose code depends only on the weights and on values that the forward key contains. All other code is
+foreign, except for the standard library."""
 
 _KNOWN = FAMILIAR | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ARGUMENTS = frozenset({"use_cache", "_attn_implementation_internal", "rope_deltas"})
-"""The attributes that the engine's forward passes override, by an argument or by their own value."""
+"""The attributes of modules and configurations that the engine's forward passes override with their own values."""
 _UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 }  # fmt: skip
-"""The module attributes that the engine's forward passes do not read, or that other code in this file covers."""
+"""The module attributes that the engine's forward passes do not read, or that other code in this file adds to the key."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({list, tuple, dict, set})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _MOST_ITEMS = 1024
 _SMALL_BYTES = 1 << 16
-"""The maximum size in bytes of tensors that are compared by content; larger ones are compared by identity and version."""
+"""The maximum size in bytes of tensors compared by content; larger ones are compared by identity and version counter."""
 
 
 class ModelWatch:
@@ -77,7 +77,7 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Return the key of the active adapters that `variant_of` computes. The same exceptions are raised."""
+        """Return the key of the active adapters, as `variant_of` computes it. The same exceptions are raised."""
         return variant_of(self.adapted_layers())
 
     def adapted_layers(self) -> list[Any]:
@@ -96,7 +96,7 @@ class ModelWatch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # Keep the previous object if the new key equals it: every step compares keys, and identical objects are fast.
+            # Keep the previous object if the new key equals it: each step compares keys, which is fast for a single object.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
@@ -109,7 +109,7 @@ class ModelWatch:
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
     def masks_changed(self, max_sequence_length: int | None) -> bool:
-        """Return whether the model's masks differ from `layout`'s. Inspect the model only if settings have changed.
+        """Return whether the model's masks differ from the ones in `layout`. Inspect the model only if settings changed.
 
         Raises:
             UnsupportedModelError: the changed attention layers need a feature that the engine does not support.
@@ -239,7 +239,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Return a tensor's form for the forward key: its content if small, else an object that every write replaces."""
+        """Return a tensor's form for the forward key: its content if small, else an object that changes with every write."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

@@ -110,8 +110,8 @@ class ModuleForward:
     ) -> Tensor:
         """Compute logits [B, len(keep), V] for B rows of L token ids each, at columns `keep` of every row.
 
-        `rows` has the positions and block tables of these B * L tokens, `images` their image inputs, and `states` the
-        recurrent states of the B rows. If `keep` is empty, the result has the logits of the last column, [B, 1, V].
+        `rows` has the positions and block tables of these B * L tokens. `images` has their image inputs, and `states` has
+        the recurrent states of the B rows. If `keep` is empty, the logits of the last column, [B, 1, V], are returned.
         """
         layout = self.layout
         keep = keep if len(keep) else rows.offsets[-1:] - 1
@@ -154,7 +154,7 @@ class ModuleForward:
 
     @property
     def without_library(self) -> str:
-        """The reason why there is no `library`."""
+        """The reason why the C++ kernels (`library`) are not used."""
         on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 

@@ -24,7 +24,7 @@ class LengthGroup:
     members: IntArray
     """[B], the index of each sequence in the step."""
     positions: IntArray
-    """[B, L], the packed positions that this forward pass computes."""
+    """[B, L], the indices of the batch's positions among the packed positions of the step."""
     rows: PagedRows
     """The sequences of this batch, with their positions and block tables."""
     columns: IntArray

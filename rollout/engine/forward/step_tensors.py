@@ -80,7 +80,7 @@ def sample_step(
 def prompt_spans(step: ScheduledStep, packed: PagedRows) -> list[tuple[Sequence, NDArray[np.int64]]]:
     """Return (sequence, packed positions) for each prefilled sequence that requests prompt log-probs.
 
-    The positions are all positions of the chunk that are followed by a prompt token.
+    These are the positions of the sequence's chunk in this step that are followed by a prompt token.
     """
     spans = []
     for entry, sequence in enumerate(step.prefills, step.num_decodes):
@@ -105,7 +105,7 @@ def take_prompt_logprobs(
         sequence: the sequence, whose prompt is being computed.
         logits: [P, V], the logits at the P positions.
         positions: [P], positions in the sequence.
-        text_ids: function that replaces the image keys in an array of tokens by the ids of the placeholder tokens.
+        text_ids: function that replaces the (negative) image keys in an array of tokens with the ids of placeholder tokens.
         exact: whether to use torch's own log-softmax, as exact mode requires.
     """
     targets = upload(text_ids(sequence.tokens[positions + 1]).astype(np.int64), logits.device)

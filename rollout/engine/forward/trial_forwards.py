@@ -115,11 +115,11 @@ def _verify(
 
 
 def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine: Callable[[float], bool]) -> float:
-    """Return the largest difference between the logits after `tokens`, computed in chunks ending at `cuts`, and the model's.
+    """Return the largest difference of the logits after `tokens`, in chunks that end at `cuts`, from the model's own logits.
 
     The difference is relative to the largest of the model's own logits (at least 1). If `fine` rejects it and the model has
     routers, the model's own forward pass is repeated with the chunks' expert choices, because rounding may decide between
-    two experts with similar scores. The result then also covers the routers: it is at least `_Replayed.worst`.
+    two experts with similar scores. The result is then at least `_Replayed.worst`, so it also covers the routers.
     """
     found = _relative(paged_logits(runner, tokens, *cuts), runner.module.own_logits(tokens))
     if fine(found):
@@ -140,7 +140,7 @@ def difference(runner: ModelRunner, tokens: list[int], cuts: Sequence[int], fine
 def paged_logits(
     runner: ModelRunner, tokens: list[int], *cuts: int, routes: list[list[Tensor]] | None = None
 ) -> Tensor:
-    """Compute the logits [V] after `tokens`, in chunks that end at `cuts`. Use the first blocks and the first state slot.
+    """Compute the logits [V] after `tokens`, in chunks that end at `cuts`. Use the first KV blocks and first state slot.
 
     Args:
         routes: an output list, to which one list per chunk is appended: the routers' choices in order, each [L, k] with k
@@ -201,7 +201,7 @@ class _Replayed(Topk):
     """A context manager in which the routers choose the experts in `given` during one forward pass.
 
     Args:
-        given: the experts [rows, k] of each choice, in order. If a choice is None or of another shape, the router chooses.
+        given: the experts [rows, k] of each `topk` call, in order. If an entry is None or does not fit, the router chooses.
 
     Attributes:
         worst: the largest gap of any row, which is large only if more than rounding decided between experts. A row's gap is
@@ -266,7 +266,7 @@ def bytes_to_come(runner: ModelRunner) -> int:
 
 
 def run_prefill(runner: ModelRunner, tokens: int, longest: int, rows: int) -> None:
-    """Prefill `tokens` tokens, or as many as the pool holds, in sequences of at most `longest` tokens.
+    """Prefill `tokens` tokens, or as many as the KV cache's blocks can hold, in sequences of at most `longest` tokens.
 
     Compute logits and log-probs for the first `rows` of these tokens.
     """

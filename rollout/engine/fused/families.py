@@ -13,7 +13,7 @@ from rollout.engine.kernels.cpu_forward import NormKind, RotaryKind
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a family's modules, and of its classes without the prefix `Family.name`."""
+    """The names of a family's modules and classes. Class names are given without the prefix `Family.name`."""
 
     causal_lm: str = "ForCausalLM"
     """The class of the whole model."""
@@ -56,7 +56,7 @@ class Family:
     gated_attention: bool = False
     """Whether the query projection also computes, for each head, a gate that multiplies the head's output."""
     delta: Literal["none", "split", "interleaved"] = "none"
-    """The packing of the projections of gated delta rule layers, which replace attention; `none` without such layers."""
+    """The packing of the projections in gated delta rule layers, which replace attention; `none` without such layers."""
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: bool = False
@@ -71,7 +71,7 @@ class Family:
     """Whether each layer type has its own rotary tables."""
     scaled_embedding: bool = False
     window: Literal["none", "config", "attention"] = "none"
-    """The object whose `sliding_window` is a layer's window: configuration or attention module; `none` without windows."""
+    """The object whose `sliding_window` is a layer's window: the config or the attention module; `none` without windows."""
     capped_scores: bool = False
     capped_logits: bool = False
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())

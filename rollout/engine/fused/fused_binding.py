@@ -1,4 +1,4 @@
-"""The parameter addresses for the fused forward pass, and checks that a model computes what its family's entry says."""
+"""The parameter addresses for the fused forward pass, and checks that a model matches its family's entry in `families`."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Bound:
         return family
 
     def _pools_now(self, cache: KVCache) -> tuple[int, ...]:
-        """Return the addresses and sizes of the KV cache and the state pool, which fix the address of each layer's part."""
+        """Return the addresses and sizes of the KV cache and state pool, which determine where each layer's part is."""
         found = cache.layer(0)[0].data_ptr(), cache.num_blocks
         if self._states is None:
             return found
@@ -276,7 +276,7 @@ class Bound:
         self._widths.append(out.inner)
 
     def _without_lora(self, model: Any) -> Any:
-        """Return the model inside PEFT's LoRA wrappers, which only pass calls through."""
+        """Return the model inside PEFT's LoRA wrappers, if any. The wrappers only pass calls through."""
         if not (is_of(model, "PeftModel", "peft.") or is_of(model, "PeftModelForCausalLM", "peft.")):
             return model
         self._checks.plain(model, "base_model")
@@ -286,7 +286,7 @@ class Bound:
 
 
 def _delta_width(layer: Layer) -> int:
-    """Return the number of outputs per position of a layer's gated delta rule projections, or 0 without such a rule."""
+    """Return the number of outputs per position of a gated delta rule layer's projections; 0 for any other layer."""
     delta: DeltaNet = layer.delta
     keys, values = int(delta.key_heads * delta.key_dim), int(delta.value_heads * (delta.value_dim + 1))
     return 2 * (keys + values)

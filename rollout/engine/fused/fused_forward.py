@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class FusedForward:
-    """The C++ forward pass of one model. It replaces the module's own pass as long as the module's code is original.
+    """The C++ forward pass of one model. It replaces the module's own pass as long as no code of the module was replaced.
 
     Args:
         cache: the KV cache, read and written by every step.
@@ -134,7 +134,7 @@ class FusedForward:
             ids: token ids of the first step, [R]. The call may overwrite `ids`, `rows` and `counters`.
             rows: one position per row, with block tables that have room for all steps.
             states: state slot of each row, [R]; not read if the model has no recurrent layers.
-            params: sampling parameters of the R rows, which must be `plain`.
+            params: sampling parameters of the R rows, whose attribute `plain` must be True.
             counters: positions in the rows' random streams, [R].
             stop_ids: token ids that finish each row, padded with negative numbers, [R, maximum per row].
             steps: maximum number of steps.
@@ -176,7 +176,7 @@ class FusedForward:
         states: NDArray[np.int32] | None,
         steps: int = 1,
     ) -> tuple[Step, tuple[NDArray[np.int64], ...]]:
-        """Return the C++ struct for `steps` steps, and the arrays to which it points and which must be kept alive."""
+        """Return the C++ struct for `steps` steps, and the arrays that it points to, which the caller must keep alive."""
         bound.reach(int(rows.positions.max()) + steps)
         kept = len(keep)
         need = self._library.rollout_workspace_bytes(
@@ -196,7 +196,7 @@ class FusedForward:
         ), (slots, places)  # fmt: skip
 
     def _hidden_of(self, step: Step, bound: Bound, steps: int) -> Tensor:
-        """Allocate a tensor [steps, kept positions, hidden size] for the head's inputs; empty if no values are computed."""
+        """Allocate a tensor [steps, kept positions, hidden size] for the head's inputs; empty if they are not needed."""
         hidden = torch.empty(steps * self.values.wanted, step.kept, bound.model.hidden, dtype=bound.dtype, device="cpu")
         step.hidden = hidden.data_ptr() if self.values.wanted else None
         return hidden

@@ -89,7 +89,7 @@ class Parts:
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """Read the projections with `sizes` outputs that one module packs. Without `sizes`, read it as one projection.
+        """Read the projections with `sizes` outputs that `module` packs. Without `sizes`, read it as one projection.
 
         If `lora` is False, an active adapter raises `Unfusable`.
         """

@@ -81,7 +81,7 @@ def _load() -> Kernels:
 class _Compiler:
     path: str
     version: str
-    """The first line of `--version`."""
+    """The first line that the compiler prints for `--version`."""
 
 
 def _compiler() -> _Compiler:

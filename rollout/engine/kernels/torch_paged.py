@@ -89,7 +89,7 @@ class _Tile:
     def mask(self, keys: int, window: int | None, groups: int) -> Tensor:
         """Return whether each query row attends to each key, bool [B, 1, groups*T, keys].
 
-        If T is 1, the mask has a single row for all groups.
+        If each sequence has one position (T = 1), the mask has a single row for all groups.
 
         Args:
             keys: number of keys per sequence.

@@ -37,7 +37,7 @@ class Scores:
     """Whether the layer is causal even within images."""
 
     def lasts(self, tree: Tensor) -> Tensor | None:
-        """Return the index of the last token that each token attends to, int32 [L]; None if it is the token itself."""
+        """Return the last token (its index) that each token attends to, int32 [L]; None if it is always the token itself."""
         return None if self.causal or tree.shape[2] == 2 else tree[0, 0, 2]
 
 
@@ -106,7 +106,7 @@ ALIGNMENT = FLEX_BLOCK
 
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
-    """Compute `tree_attention` with torch's FlexAttention, compiled on CUDA. Blocks in which nothing attends are skipped."""
+    """Compute `tree_attention` with torch's FlexAttention, compiled on CUDA. Blocks that are fully masked are skipped."""
 
     def soften(score: Tensor, *_: Tensor) -> Tensor:
         assert scores.softcap is not None
@@ -126,11 +126,11 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The masks of every tree in use, by (window, causal). A mask is computed once for all layers and passes."""
+"""FlexAttention's masks of every tree in use, by (window, causal). A mask is computed once for all layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:
-    """Return FlexAttention's mask for the queries from token `start` on. If `causal`, images do not attend forward.
+    """Return FlexAttention's mask for the queries from token `start` on. If `causal`, images do not attend to later tokens.
 
     The mask is computed from each block's smallest and largest entries of `tree`, without an [L, L] array.
     """

@@ -17,7 +17,7 @@ from rollout.engine.kernels.triton_paged import TritonPaged, serves
 from rollout.engine.memory.buffers import upload_together
 
 TABLE_STEP = 16
-"""The step of the number of block table columns. Triton compiles a second kernel if a stride is not divisible by 16."""
+"""The divisor of the number of block table columns: Triton compiles a second kernel if a stride is not a multiple of 16."""
 
 
 class TritonPagedAttention:

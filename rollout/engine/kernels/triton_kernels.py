@@ -1,4 +1,4 @@
-"""The device code of paged attention, in Triton: attention of chunks, attention to parts, `merge` and the cache write.
+"""The device code of paged attention, in Triton: attention of chunks and of decoding rows, `merge` and the cache write.
 
 K and V are read in place: position j of a sequence is slot j % block_size of block table[j // block_size]. Strides count
 elements. Triton compiles a kernel for each combination of `constexpr` arguments. `triton_paged` imports this module only
@@ -153,7 +153,7 @@ def attend_chunks(
     padded_dim: tl.constexpr,
     padded_value_dim: tl.constexpr,
 ) -> None:
-    """Compute the attention of a tile of up to `tokens` queries of a chunk, for one KV head. Surplus tiles do nothing."""
+    """Compute attention for a tile of up to `tokens` queries of a chunk and one KV head. Programs without a tile return."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     # Find the tile's chunk by binary search: the last chunk whose tiles begin at or before this one (see
@@ -171,7 +171,7 @@ def attend_chunks(
     if first >= end:
         return
 
-    # Each row of the matrix product is the query of one token and one head of the group.
+    # Each row of the left matrix is the query of one token for one of the heads that share this KV head.
     line = tl.arange(0, rows)
     index = first + line // group
     head = kv_head * group + line % group

@@ -122,7 +122,7 @@ class TritonPaged:
         Args:
             query: [B, H, D].
             table: block ids, [B, width].
-            parts: the parts of each row's keys, computed once for all layers. A padding row has none.
+            parts: the parts of each row's keys, computed once for all layers. A padding row has no parts.
 
         Returns:
             [B, H, Dv] in the dtype of the query; zeros in padding rows.

@@ -1,4 +1,4 @@
-"""LoRA adapters that requests select by name: reads them from folders, assigns them to sequences and applies them.
+"""Reads LoRA adapters, which requests select by name, from folders, assigns them to sequences and applies them.
 
     y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
 
@@ -280,7 +280,7 @@ class LoraAdapters:
 
 
 def _updated(forward: Callable[[Tensor], Tensor], path: str, updates: list[_Part], positions: int, x: Tensor) -> Tensor:
-    """Return a linear layer's output, with the low-rank updates added at the positions that they apply to."""
+    """Return a linear layer's output for `x`, with each low-rank update added at the positions that it applies to."""
     base = forward(x)
     inputs, outputs = x.flatten(0, -2), base.flatten(0, -2)
     for layer, index in updates:

@@ -112,7 +112,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Look up the attention function of an implementation in the same way as the file that defines the module's class."""
+    """Return the attention function of an implementation, as the file that defines the module's class would look it up."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -148,13 +148,13 @@ class PagedBatch:
     slots: Tensor
     """The token slot (block * block_size + offset) of each of the forward pass's B * P positions, int64 [B * P]."""
     attention: PagedAttention
-    """The attention kernel, bound to the rows of this step."""
+    """The attention function for the rows of this step."""
     windows: Mapping[nn.Module, int | None]
     """The windows that replace layers' argument `sliding_window`; None means no window. See `ModelLayout.mask_windows`."""
     write: CacheWrite = write_slots
     """The function that writes a layer's keys and values into the cache."""
     unwindowed: PagedAttention | None = None
-    """The attention kernel for layers without a window; if None, these layers also use `attention`."""
+    """The attention function for layers without a window; if None, these layers also use `attention`."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, arguments: Arguments
@@ -236,7 +236,7 @@ class Installation:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Enter `inference`, and inside the block run the modules with our attention, uncompiled and in eval mode.
+        """Enter `inference`. Inside the `with` block, modules run with the engine's attention, uncompiled and in eval mode.
 
         At the end, even after an exception, the attention implementation of every configuration object and the `training`
         flag of every module are restored. Other threads can observe the changed `training` flags, but no other change.

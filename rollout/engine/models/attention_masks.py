@@ -16,11 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rollout.engine.models.attention import rollout_attention
 
 PROBE = "rollout_probe"
-"""The name of the attention implementation that probes a model. We create masks for no other implementation."""
+"""The name of the attention implementation used while a model is probed, the only one whose masks `probe_mask` creates."""
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of index tensors (batch, head, query, key), which broadcast, that returns whether a query attends to a key."""
+"""A function of broadcastable index tensors (batch, head, query, key) that returns whether the query attends to the key."""
 
 
 class OtherMask(Exception):  # noqa: N818 - describes a mask; the caller decides what follows

@@ -68,7 +68,7 @@ class ModelLayout:
     layer_of: dict[nn.Module, int]
     """The index of each attention module in `layers`."""
     mask_windows: dict[nn.Module, int | None]
-    """The windows of layers whose mask disagrees with their argument `sliding_window`; None means no window."""
+    """The windows of layers whose mask differs from the `sliding_window` that they pass; None means no window."""
     kv_dtype: torch.dtype
     narrowest_dtype: torch.dtype
     """The narrowest dtype among keys and values. Under the trainer's autocast it may differ from `kv_dtype`."""
@@ -80,7 +80,7 @@ class ModelLayout:
     states: tuple[StateShape, ...] = ()
     """The states of the recurrent and convolutional layers."""
     cache_argument: str = "past_key_values"
-    """The name of the argument of the model's `forward` that takes the cache of these states."""
+    """The name of the argument of the model's `forward` that takes the cache with the recurrent states."""
 
     @property
     def masks(self) -> tuple[object, ...]:
@@ -133,7 +133,7 @@ class Examined(NamedTuple):
     present: list[str]
     """The requirements that the model meets, one line each."""
     missing: list[str]
-    """The requirements that the model does not meet, one line each, with the remedy."""
+    """The requirements that the model does not meet, one line each, which also says how to meet it."""
     cause: BaseException | None = None
     """The exception that the model's forward pass raised, if any."""
 
@@ -316,7 +316,7 @@ def _layers_unknown(model: nn.Module, config: Any, recurrent: RecurrentLayers) -
 def _watch(
     model: nn.Module, device: torch.device, cache: Mapping[str, ProbedStates]
 ) -> tuple[_Watcher, Any, BaseException | None]:
-    """Run a forward pass with the arguments that the engine passes.
+    """Run a forward pass with the same arguments as the engine's, and record its attention calls.
 
     Returns:
         The watcher, the output of the model (None if it raised), and the exception that the model raised (or None).
@@ -404,7 +404,7 @@ def _arguments_unknown(names: Mapping[nn.Module, str], calls: Iterable[_Call]) -
 def _windowed(
     names: Mapping[nn.Module, str], calls: Sequence[_Call], length: int, device: torch.device, wrong: list[str]
 ) -> list[AttentionCall]:
-    """Return the calls with the windows that apply: the mask's window or, without a mask, the layer's own argument.
+    """Return each call's parameters with the window that applies: the mask's or, without a mask, the layer's own argument.
 
     A message is appended to `wrong` for each mask that is neither causal nor a causal window.
     """

@@ -38,7 +38,7 @@ class RecurrentLayers:
             try:
                 layers = DynamicCache(config=config).layers
             except (KeyError, TypeError, ValueError, AttributeError):
-                # Assume that no layer is stateful: transformers' own cache does not support this configuration either.
+                # Assume that no layer is stateful, because transformers' own cache cannot be built from `config` either.
                 layers = ()
         names = getattr(config, "layer_types", None) or ()
         dummies = {index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"}
@@ -46,7 +46,7 @@ class RecurrentLayers:
         with_state = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
         stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
-        # Try these names first, because transformers 5.24 renames `past_key_values`.
+        # Try these names first: transformers 5.24 renames `past_key_values` to `cache`; older Mambas have `cache_params`.
         argument = next((name for name in ("cache_params", "cache") if name in arguments), "past_key_values")
         return cls(frozenset(stateful), frozenset(stateless), argument)
 

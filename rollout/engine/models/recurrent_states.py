@@ -108,7 +108,7 @@ class StateRows(_NoKV):
         return self._row(StateKey(layer_idx, "recurrent", state_idx))
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Append L inputs per sequence, `conv_states` [B, channels, L], and keep the last K, the kernel size, as the state.
+        """Append the L new inputs `conv_states` [B, channels, L], and keep the last K (the kernel size) as the state.
 
         Returns:
             The K previous inputs followed by the new ones, [B, channels, K + L].
@@ -122,7 +122,7 @@ class StateRows(_NoKV):
         return self._row(StateKey(layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def flush(self) -> None:
-        """Write the states back into the pool if they are copies; views of the pool are already written."""
+        """Write the states back into the pool if they are copies. If they are views of the pool, do nothing."""
         if self._index is not None:
             for key, row in self._rows.items():
                 self._pool.state(key).index_copy_(0, self._index, row)

@@ -51,7 +51,7 @@ class GridFamily(Family):
 
 
 class RotaryGridFamily(GridFamily):
-    """The Qwen-VL family: tensors as in the Muse Glimmer family, and rotary positions in time, height and width."""
+    """The Qwen-VL family: it has the tensors of the Muse Glimmer family, and rotary positions in time, height and width."""
 
     types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     token_types = "mm_token_type_ids"

@@ -21,7 +21,7 @@ from rollout.requests.images import PIXELS, ImageInputs, digest_of
 
 VIDEO_PIXELS = "pixel_values_videos"
 Cut = tuple[dict[str, Tensor], int]
-"""An item's arguments for the vision tower, and the item's number of embeddings."""
+"""The vision tower's arguments for one item (an image, a tile or a video), and the item's number of embeddings."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,11 @@ class ImageItem:
     """An image, a tile of an image, or a video."""
 
     inputs: dict[str, Tensor]
-    """The vision tower's arguments by name."""
+    """The vision tower's arguments for this item, by name."""
     count: int
-    """The number of embeddings, one per placeholder token."""
+    """The number of the item's embeddings, one per placeholder token."""
     digest: bytes
-    """The digest of `inputs` and of everything else that affects the item's positions."""
+    """The digest of `inputs` and of everything else that affects the positions of this image or video."""
     video: bool = False
     """Whether the item is a video."""
 
@@ -62,10 +62,10 @@ class StepImages:
         return not len(self.index) and self.positions.ndim == 1 and self.seen is None
 
     def part(self, chosen: NDArray[np.int64]) -> StepImages:
-        """Return the changes to a forward pass of some of the step's positions.
+        """Return the changes that images make to a forward pass over only some of the step's positions.
 
         Args:
-            chosen: packed positions that the forward pass computes, in its order.
+            chosen: packed positions that this forward pass computes, in the order of its inputs.
         """
         place = np.full(self.positions.shape[-1], -1, np.int64)
         place[chosen] = np.arange(len(chosen))
@@ -133,7 +133,7 @@ class Family(ABC):
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """Return the rotary positions [3, P + 1] of P prompt tokens and the next token, or None if they are as in text.
+        """Return the rotary positions [3, P + 1] of P prompt tokens and the next token, or None if images change none.
 
         Args:
             tokens: token ids, int64 [P].

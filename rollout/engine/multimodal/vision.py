@@ -25,10 +25,10 @@ VIDEO = 2
 
 
 class EncodingError(Exception):
-    """Raised if the vision tower raises an exception, which is the `__cause__`.
+    """Raised if the vision tower fails; the original exception is available as `__cause__`.
 
     Attributes:
-        request_id: id of the request that has the image.
+        request_id: the id of the request that contains the image.
     """
 
     def __init__(self, request_id: int) -> None:
@@ -37,7 +37,7 @@ class EncodingError(Exception):
 
 
 class FeatureCache:
-    """A cache of image embeddings, indexed by the item's digest and shared by all samples of a group and by later turns.
+    """A cache of image embeddings by digest of the image, shared by all samples of a group and later turns of a dialogue.
 
     Always true: cached embeddings were computed with the current weights and adapters, because the engine calls `clear` when
     either changes.
@@ -196,7 +196,7 @@ class Vision:
     def of_step(
         self, step: ScheduledStep, table: SequenceTable, offsets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> StepImages | None:
-        """Return the changes that images make to the forward pass of a step, or None if they make no changes.
+        """Return the changes that images make to the forward pass of a step, or None if there are none.
 
         The caller must disable gradients.
 
@@ -287,7 +287,7 @@ class Vision:
         def deepen(module: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, arguments | {"visual_pos_masks": mask.view_as(tokens), "deepstack_visual_embeds": deeper}
 
-        # Pass the deeper embeddings in a hook on the decoder, which has an argument for them. The model's own forward
+        # Pass the embeddings for deeper layers (deepstack) by a hook on the decoder, which takes them. The model's forward
         # has no such argument.
         handle = self.family.core.language_model.register_forward_pre_hook(deepen, with_kwargs=True)
         try:

@@ -169,7 +169,7 @@ class Constraints:
 
 
 class _Vocabulary:
-    """A tokenizer in the form that llguidance requires. Added tokens that are not special count as text, as in replies."""
+    """A tokenizer in the form that llguidance requires. Added tokens that are not special count as text."""
 
     bos_token_id = None
 

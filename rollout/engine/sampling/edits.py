@@ -1,4 +1,4 @@
-"""Changes to logits before filtering (logit_bias, banned tokens, constraints, penalties), and the sets of kept tokens."""
+"""Edits of logits before filtering (logit_bias, banned tokens, constraints, penalties), and sets of drawable tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout.engine.sampling.constraints import Allowed
 from rollout.engine.sampling.sampling_table import SamplingRows
 
 Sets = tuple[Tensor, Tensor] | tuple[None, None]
-"""The kept tokens of R rows, as (ids, counts). The ids [K] int32 of all rows are concatenated, and ascending within a row.
-The counts [R] int64 are 0 for rows that do not return their kept tokens."""
+"""The kept tokens of R rows (the tokens that could be drawn), as (ids, counts). The ids [K] int32 of all rows are
+concatenated, and ascending within a row. The counts [R] int64 are 0 for rows that do not return their kept tokens."""
 History = tuple[NDArray[np.integer], NDArray[np.integer]]
 """The token ids of one row: (prompt, completion)."""
 
@@ -103,7 +103,7 @@ def _places(rows: Sequence[int], tokens: Sequence[NDArray[np.integer]], scores: 
 
 
 def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -> Sets:
-    """Return the kept tokens that can be drawn. (On a CPU, the C++ kernel finds them while it draws, see `CpuDraw`.)
+    """Return the tokens that can be drawn, for rows that return them. (On a CPU, the C++ kernel does this, see `CpuDraw`.)
 
     Tokens of weight 0 cannot be drawn and are left out. The sets therefore stay small if the distribution is sharp.
 
@@ -123,7 +123,7 @@ def drawable(kept: Tensor, relative: Tensor, rows: SamplingRows, least: float) -
 
 
 def no_sets(rows: SamplingRows, wanted: bool) -> Sets:
-    """Return the (ids, counts) of rows none of which returns its kept tokens: no ids, and counts of 0.
+    """Return the `Sets` of rows that do not return their kept tokens: no ids, and counts of 0.
 
     Args:
         rows: the sampling parameters of the rows.

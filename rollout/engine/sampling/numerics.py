@@ -39,7 +39,7 @@ def _logical_shift(state: Tensor, shift: int) -> Tensor:
 def over_temperature(scores: Tensor, temperature: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Divide scores [R, V] by the temperature [R] of each row, bit-identical to torch's `scores / number`.
 
-    On CUDA, torch multiplies by the reciprocal of the number. Dividing by a tensor would give different bits.
+    On CUDA, torch multiplies by the reciprocal of the number, so this function does too. A division would give other bits.
     """
     if scores.device.type == "cuda":
         return torch.mul(scores, temperature.reciprocal()[:, None], out=out)

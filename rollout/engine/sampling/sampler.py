@@ -176,13 +176,13 @@ class _Wanted(NamedTuple):
     top_n: int
     """The number of top log-probs per row."""
     kept: bool
-    """Whether some row returns its kept tokens."""
+    """Whether some row returns its kept tokens (the tokens that could be drawn)."""
     exact: bool
     """Whether log-probs are computed with torch's `log_softmax`."""
 
     @property
     def scores(self) -> bool:
-        """Whether the scores of the final distribution are needed."""
+        """Whether the scores of the final distribution (after temperature and filters) are needed."""
         return self.exact or self.top_n > 0
 
 
@@ -241,7 +241,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
 def _drawn(
     scores: Tensor, rows: SamplingRows, positions: Tensor, wanted: _Wanted
 ) -> tuple[Tensor, _Total, Tensor, Tensor | None, Sets]:
-    """Draw one token per row from float32 scores [R, V].
+    """Draw one token per row from float32 scores [R, V], the edited logits.
 
     Returns:
         (token ids [R, 1], log-sum-exp of the scores, score of each token, scores of the final distribution, kept tokens).
@@ -318,8 +318,8 @@ def _likeliest(scores: Tensor, peak: Tensor, rows: SamplingRows) -> Tensor:
 def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: int, scratch: Scratch) -> Tensor:
     """Return a mask of the tokens that pass top_k and top_p in the L limited rows, bool [L, V].
 
-    Each row keeps the fewest most likely tokens that have a share top_p of the weight of its top_k tokens. Among equal
-    scores, the lower ids are kept.
+    Each row keeps the smallest set of most likely tokens that has a share of at least top_p in the weight of its top_k
+    tokens. Among equal scores, the lower ids are kept.
 
     Args:
         width: upper bound on the number of tokens that a row keeps.
@@ -370,7 +370,7 @@ def _smallest(values: Tensor, width: int) -> Tensor:
 
 
 def _first_best(blocks: Tensor) -> Tensor:
-    """Return the index of each row's first largest element, int64 [R]. One `argmax` would take ten times as long."""
+    """Return the index of each row's first largest element, int64 [R]. A single `argmax` takes ten times as long."""
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
 
@@ -439,7 +439,7 @@ def _top(scores: Tensor | None, total: _Total, k: int, scratch: Scratch) -> tupl
     if scores is None or k == 0:
         return None, None
     bits, order = scores.contiguous().view(torch.int32), scratch.take("order", scores, torch.int32)
-    # Convert floats to integers of the reverse order: flip the bits of negative numbers, then invert all bits.
+    # Map floats to integers that sort in reverse: flip all bits but the sign of negative numbers, then invert all bits.
     torch.bitwise_right_shift(bits, 31, out=order).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits).bitwise_not_()
     keys = scratch.take("weights", scores, torch.int64).copy_(order).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(scores.shape[1], device=scores.device))

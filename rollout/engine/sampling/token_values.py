@@ -44,7 +44,7 @@ class TokenValues:
         """Run the function on the hidden states of one forward pass, and set `width` to the number of values it returns.
 
         Args:
-            forward: runs the model's forward pass on two tokens.
+            forward: function that runs the model's forward pass on two tokens.
 
         Raises:
             UnsupportedModelError: the model's hidden states cannot be read.
@@ -104,7 +104,7 @@ class TokenValues:
         """Return the values [len(keys), width] of the hidden states that were stored under these keys.
 
         Raises:
-            ConfigError: the function raises, or returns another number of values than in `try_out`.
+            ConfigError: the function raises, or returns a different number of values than in `try_out`.
         """
         known = np.concatenate(self._keys)
         order = np.argsort(known)

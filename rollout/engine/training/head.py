@@ -239,7 +239,7 @@ class _Asked(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A head in one forward pass, with all that is needed to compute its tiles."""
+    """A model's head in one forward pass, with all that is needed to compute its output in tiles."""
 
     original: Callable[[Tensor], Tensor]
     """The head's own `forward`."""
@@ -322,7 +322,7 @@ class _Columns:
 
 
 class _Rows:
-    """The tiles of any head. Each tile covers some rows and all columns. `_Columns` documents the arguments."""
+    """The tiles of a head that is not linear. Each tile has some rows and all columns. For the arguments, see `_Columns`."""
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)
@@ -366,7 +366,7 @@ def _wide(values: Tensor) -> torch.dtype:
 
 
 class _Read(torch.autograd.Function):
-    """The autograd function that reads the values. It saves a log-sum-exp and an entropy per hidden state."""
+    """The autograd function that reads the numbers of `_Asked`. It saves a log-sum-exp and an entropy per state."""
 
     @staticmethod
     def forward(ctx: Any, lane: _Lane, asked: _Asked, post: _Post, states: Tensor, *parameters: Tensor) -> Any:

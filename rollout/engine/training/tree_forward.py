@@ -41,7 +41,7 @@ class _Layer(NamedTuple):
 
 
 class _Path:
-    """One layer's keys and values of the tokens of a path, and the gradients that later forward passes add to them."""
+    """The keys and values of a path's tokens in one layer, and the sums of their gradients from later forward passes."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -104,7 +104,7 @@ _paths: WeakKeyDictionary[nn.Module, _Path] = WeakKeyDictionary()
 
 @contextmanager
 def paths_of(model: nn.Module, capacity: int) -> Iterator[None]:
-    """Make forward passes of trees inside the `with` block continue one path, which has room for `capacity` tokens."""
+    """Make the forward passes of trees inside the `with` block continue one path of at most `capacity` tokens."""
     own = [module for module in model.modules() if module in _layers]
     _paths.update({module: _Path(capacity) for module in own})
     try:

@@ -60,7 +60,7 @@ class Weights:
 
 
 class GatheredWeights(Weights):
-    """Weights that are sharded over the ranks, except between `gather` and `release`, when this rank has all of them."""
+    """Weights that are sharded over the ranks. Between `gather` and `release`, each rank holds all of them."""
 
     collective = True
     fixed_addresses = False

@@ -70,7 +70,7 @@ class CopiedWeights(Weights):
 
 
 def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """Return a deep copy of the module with the parameters in `fresh`, and without patched `forward` methods."""
+    """Return a deep copy of `model` with `fresh` as its parameters (by name), and without patched `forward` methods."""
     memo: dict[int, Any] = {id(parameter): fresh[name] for name, parameter in model.named_parameters()}
     memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in model.buffers()}
     made = copy.deepcopy(model, memo)
@@ -81,7 +81,7 @@ def _skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.de
 
 
 def _sharded_skeleton(model: nn.Module, fresh: dict[str, nn.Parameter], device: torch.device) -> nn.Module:
-    """Return a new instance of the class that `fully_shard` wrapped, with the parameters in `fresh`."""
+    """Return a new instance of the model's class without FSDP2, with `fresh` as its parameters (by name)."""
     plain = next((each for each in type(model).__mro__ if not each.__name__.startswith("FSDP")), nn.Module)
     config = getattr(model, "config", None)
     made: nn.Module = nn.Module()

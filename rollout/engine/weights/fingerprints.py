@@ -1,8 +1,8 @@
 """Detection of weight changes that were not announced, by comparing a sample of every parameter.
 
 Values are compared, because fused optimizers and PEFT's merges change neither a tensor's address nor its version counter. A
-sample consists of `SAMPLES` evenly spaced elements of each tensor. Every announced update selects other elements. Taking a
-sample does not synchronise with the device.
+sample consists of `SAMPLES` evenly spaced elements of each tensor. After each announced update, different elements are
+selected. Taking a sample does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAMPLES = 64
 Named = tuple[str, Tensor]
 _Kind = tuple[torch.dtype, torch.device]
 _Part = tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], Tensor]
-"""The samples of all tensors of one dtype and device: (name, dtype, shape, number of samples) of each, and the bytes."""
+"""The samples of all tensors of one dtype and device: (name, dtype, shape, sample size) per tensor, and the bytes."""
 
 
 def persistent_tensors(model: nn.Module) -> list[Named]:
@@ -47,7 +47,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
     """Yield the readable parts of a tensor: a plain tensor itself, or the tensors inside a wrapper subclass.
 
-    Quantised tensors, for example, are subclasses. A tensor of id() and version counter replaces an unreadable subclass.
+    Quantised tensors, for example, are subclasses. An unreadable subclass yields a tensor of its id() and version counter.
     """
     wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
@@ -65,7 +65,7 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
 
 
 def samples_of(tensors: Iterable[Named], turn: int) -> Iterator[Named]:
-    """Yield the name and at most `SAMPLES` elements of each tensor, a view if possible. `turn` shifts their positions."""
+    """Yield each tensor's name and at most `SAMPLES` elements (a view if possible), at positions that `turn` shifts."""
     for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel():
             continue
@@ -92,7 +92,7 @@ class Fingerprints:
         self._taken: dict[_Kind, _Part] = {}
 
     def take(self) -> None:
-        """Replace the reference by a sample of the current tensors. In large tensors, select other elements than before."""
+        """Replace the reference with a sample of the current tensors, with different elements of large tensors each time."""
         self._turn += 1
         self._taken = self._now()
 

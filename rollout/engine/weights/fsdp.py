@@ -24,7 +24,7 @@ class ShardedWeights(GatheredWeights):
     """FSDP2 weights. `gather` unshards every module to which `fully_shard` was applied, until `release` reshards it.
 
     While gathered, the weights take the memory of the shards and of one whole model in the dtype of the mixed-precision
-    policy. `state_dict` always returns the shards. A parameter that tensor parallelism also splits keeps that split.
+    policy. `state_dict` always returns the shards. A parameter that is also tensor-parallel keeps that split.
 
     Raises:
         UnsupportedModelError: a parameter is a DTensor that FSDP2 does not manage, or its parallelism is not supported.
@@ -52,7 +52,7 @@ class ShardedWeights(GatheredWeights):
 
     @property
     def ready(self) -> bool:
-        # Check every group, because a backward pass reshards units even while the weights are gathered.
+        # Check every group: a backward pass reshards the groups that it runs, even if they should stay gathered.
         return super().ready and all(group.is_unsharded for group in self._groups())
 
     def _gather(self, undo: ExitStack) -> None:
@@ -129,7 +129,7 @@ def reshard(unit: Any) -> None:
 
 
 def _stay_whole_after_state_dict(group: Any, undo: ExitStack) -> None:
-    """Keep gathered weights when `state_dict` or `load_state_dict` uses the shards; FSDP2's own hooks would free them."""
+    """Keep the weights gathered after `state_dict` or `load_state_dict`, whose FSDP2 hooks would otherwise free them."""
 
     def show_shards() -> None:
         for each in group.fsdp_params:

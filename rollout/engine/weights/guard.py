@@ -62,7 +62,7 @@ class WeightsGuard:
         self._are_known = False
 
     def sharded_since(self) -> bool:
-        """Return whether FSDP2 has sharded the model since the engine was built. If so, choose a new weight source."""
+        """Return whether FSDP2 has sharded the model since the engine was built; if so, switch to a new weight source."""
         if fully_sharded_since(self.source):
             with self._locked():
                 self._choose_source()
@@ -75,13 +75,13 @@ class WeightsGuard:
             self.source.gather()
 
     def release(self) -> None:
-        """Restore the weights for the trainer. This is not a collective call, and may be repeated."""
+        """Restore the model for training. A rank may call this without the other ranks, and more than once."""
         with self._locked():
             self.source.release()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather the weights, so that steps can run in the `with` block. If they are sharded, every rank must enter it."""
+        """Gather the weights for the steps in the `with` block. If they are sharded, every rank must enter the block."""
         if self.source.collective and self.source.ready:
             yield
             return
@@ -107,7 +107,7 @@ class WeightsGuard:
         The first call takes the fingerprints, because a checkpoint may be loaded after the engine is built.
 
         Args:
-            version: the policy version, for messages.
+            version: the policy version, quoted in error messages.
             vocabulary: size of the model's vocabulary when the engine was built.
 
         Raises:
@@ -128,7 +128,7 @@ class WeightsGuard:
         with self._locked():
             if not self._are_known:
                 if not self.source.collective:
-                    # Discard a copy of the weights, if any: building the engine may have filled it (to verify the
+                    # Discard the source's copy, if it has one: building the engine may have filled it (to verify the
                     # model) before a checkpoint was loaded.
                     self.source.changed()
                 self._take_fingerprints()

@@ -18,7 +18,7 @@ from torch import nn
 from rollout.errors import UnsupportedModelError
 
 _OTHERS = ("pp", "cp", "sp", "ep")
-"""The mesh dimensions of other parallelism: pipeline, context, sequence, and experts outside transformers' expert mesh."""
+"""The mesh dimensions of other kinds of parallelism: pipeline, context, sequence, and experts outside the expert mesh."""
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
@@ -65,7 +65,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
         UnsupportedModelError: the model's parallelism is not supported.
     """
     exchanged, manager = expert_parallel_mesh(model), getattr(model, "_mesh_manager", None)
-    # Find out whether experts are split over the tensor-parallel ranks, as with `ep_size == tp_size`.
+    # Check whether the experts are split over the tensor-parallel ranks, which is the case when `ep_size == tp_size`.
     shared = "ep" in _sizes(manager, "_expert_mesh")
     # Check the mesh itself: pipeline or context parallelism may not show in this rank's parameters.
     if others := {name: size for name, size in _sizes(manager, "_dense_mesh").items() if name in _OTHERS and size > 1}:
@@ -86,7 +86,7 @@ def tensor_parallel_mesh(model: nn.Module, gathered: Mapping[str, frozenset[str]
             ranks, others = own.mesh.tolist(), found[1].mesh.tolist()
             raise _unserved(model, f"{name} is split over ranks {ranks}, and {found[0]} over {others}")
         found = found or (name, own)
-        # Recognise sequence parallelism by its norms, whose weights transformers and torch replicate as DTensors.
+        # Detect sequence parallelism by the norm layers, whose weights transformers and torch then replicate as DTensors.
         placements = getattr(parameter, "placements", ())
         if parameter.ndim == 1 and name.endswith("weight") and all(each.is_replicate() for each in placements):
             raise _unserved(model, f"{name} is a replicated DTensor, as sequence parallelism makes it")
@@ -101,6 +101,6 @@ def _unserved(model: nn.Module, why: str) -> UnsupportedModelError:
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:
-    """Return the size of each named dimension of the manager's `mesh`; empty if transformers did not split the model."""
+    """Return the dimension sizes, by name, of the manager's mesh `mesh`; empty if transformers did not split the model."""
     found = getattr(manager, mesh, None)
     return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
