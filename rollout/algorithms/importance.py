@@ -19,7 +19,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, detach: bool) -> Tensor:
-    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], with 0 at masked positions; with `detach`, without gradient."""
+    """Return Δ = `logprobs` − `rollout_logprobs` [N, T], 0 at masked positions; if `detach`, detached from autograd."""
     check_floating("logprobs", logprobs)
     check_floating("rollout_logprobs", rollout_logprobs)
     if mask.ndim != 2:
@@ -199,7 +199,7 @@ def rollout_kl(
 
 
 def reverse_kl(logprobs: Tensor, top_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return KL(policy ‖ teacher) at every token, from the teacher's k most likely: the loss of on-policy distillation.
+    """Return KL(policy ‖ teacher) at every token, from the teacher's k most likely tokens: the on-policy distillation loss.
 
         Σ p log(p / q) over the k tokens  +  p′ log(p′ / q′)
 

@@ -170,12 +170,12 @@ class _Drawn(NamedTuple):
 
 
 def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """Return the log-softmax of the chosen entry in each of `count` sets; -inf for a set without a chosen entry."""
+    """Return the log-softmax of the entry that `chosen` marks in each of `count` sets; -inf for a set without one."""
     peak = scores.new_full((count,), -torch.inf).scatter_reduce(0, token, scores.detach(), "amax")
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))
     known = scores.new_zeros(count).index_add(0, token, chosen.to(scores.dtype)) > 0
-    # Replace the peak of a token without a kept set: it is -inf, which would make the gradient NaN.
+    # Use neutral values for tokens without a chosen entry: a peak of -inf would make the gradient NaN.
     peak, total, score = (
         torch.where(known, value, other) for value, other in ((peak, 0.0), (total, 1.0), (score, -torch.inf))
     )
@@ -185,8 +185,8 @@ def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Te
 def _occurrences(
     input_ids: Tensor, prompt_lengths: Tensor, rows: Tensor, columns: Tensor, members: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each entry, how often its token occurs in the completion before the entry's column, and whether the token
-    occurs at all before that column."""
+    """Return, for each entry (a row, a column and a token id in `members`), how often the id occurs in the completion before
+    that column, and whether it occurs anywhere in the row before that column."""
     # Choose a vocabulary size above every id: otherwise padding (id -1) would look like a token of the previous row.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
@@ -207,7 +207,7 @@ def _of_each_row(biases: Biases, count: int) -> list[Mapping[int, float]]:
 
 
 def _biases(biases: Sequence[Mapping[int, float]], rows: Tensor, members: Tensor, like: Tensor) -> Tensor:
-    """Return the bias of each of the S' entries; 0 for an entry without a bias."""
+    """Return the bias [S'] that row `rows[i]` adds to the logit of token id `members[i]`; 0 without a bias."""
     pairs = sorted((row, token, value) for row, own in enumerate(biases) for token, value in own.items())
     # Use a span of 2**32, which covers every token id of a bias and of a kept set.
     span = 1 << 32

@@ -1,4 +1,4 @@
-"""The checkpoint of a manager: everything in flight, serialised into one buffer without pickle.
+"""The checkpoint of a manager: its groups in flight and their samples, serialised into one buffer without pickle.
 
 The state is one buffer because `torch.load(weights_only=True)` rejects some plain values, such as empty bytes.
 """
@@ -43,7 +43,7 @@ class Checkpoints:
 
         Raises:
             EngineStateError: this manager already has requests in flight.
-            ConfigError: this manager's version is later, the state is of another model, or the journal lacks the checkpoint.
+            ConfigError: this manager's policy version is later, or the state belongs to another model or journal file.
             SerializationError: `state` is not a saved state, has another format, or is damaged; the message names the field.
             InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
         """
@@ -118,7 +118,7 @@ def load(state: Any, rounds: Rounds) -> int:
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Return (finished samples, records of unfinished samples). Groups in the journal count as finished."""
+    """Return (finished samples, records of unfinished samples). A group that the journal file contains is finished."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]
@@ -131,7 +131,7 @@ def _finish(
 
 
 def _decode(state: Any) -> dict[str, Any]:
-    """Check the checksum and the types of what `save` has packed, and return its fields."""
+    """Return the fields that `save` packed into `state`, after checking the checksum and the fields' types."""
     if isinstance(state, dict) and state.get("format") != FORMAT:
         refuse("state.format", state.get("format"), f"{FORMAT}, the format that this version reads,")
     envelope = decode_fields("state", state, {"format": INT, "checksum": INT, "data": OPAQUE})

@@ -50,7 +50,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
 
 
 def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
-    """Queue one group per prompt, longest expected completions first; take finished groups from the journal instead.
+    """Queue one group per prompt, longest expected completions first, unless the journal file has the finished group.
 
     The caller holds the engine's lock. `extras` has one metadata object per prompt.
 
@@ -182,7 +182,7 @@ class Generation:
                 raise
 
     def begin_round(self) -> Callable[[], set[int] | None]:
-        """Start a call that may leave groups in flight.
+        """Start a `generate` call that may return while groups are still unfinished.
 
         Returns:
             A function that returns the ids of the groups that must finish in this call, or None if they are not known yet.

@@ -1,4 +1,4 @@
-"""The groups of a training loop, from submission to return, and their journal.
+"""The groups of a training loop, from submission to return, and the journal (the file of finished groups).
 
 Always true: from `add` to `drop` a group is either *unfinished* or *complete*. It is returned once, with all its samples.
 Results for an aborted or already returned group are rejected.
@@ -27,9 +27,9 @@ class Group:
 
     size: int
     prompt: Hashable
-    """The prompt's key in the `LengthBook`; 0 after a restart."""
+    """The prompt's key in the `LengthBook`, which averages completion lengths; 0 after a restart."""
     key: bytes
-    """The group's key in the journal; empty without a journal."""
+    """The group's key in the journal, the file of finished groups; empty without a journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     """Sample index → finished sample."""
 
@@ -125,13 +125,13 @@ class GroupJournal:
         self._by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
 
     def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-        """Return the group's journal key, see `key_of`; without a journal, return an empty key."""
+        """Return the group's key in the journal file, computed by `key_of`; without a journal, return an empty key."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
     # --- writing to the journal ---------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups that `results` complete to the journal. After a `JournalError` the next call tries again."""
+        """Append the groups completed by `results` to the journal file. After a `JournalError` the next call retries."""
         if self._journal is None:
             return
         for group_id in dict.fromkeys(result.request_id for result in results):
@@ -160,7 +160,7 @@ class GroupJournal:
     # --- reading the journal after a restart --------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Continue from the checkpoint `mark` of this policy version; raise `ConfigError` if the journal lacks the mark."""
+        """Find groups finished since checkpoint `mark` of version `version`; raise `ConfigError` if the mark is missing."""
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:
@@ -199,7 +199,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Put groups that `submitted` returned back in their original order, so that it can return them again."""
+        """Let `submitted` return again the groups that it has already returned, in the original order."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

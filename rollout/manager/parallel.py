@@ -85,7 +85,7 @@ class LockstepLoop(RunLoop):
                 raise
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work. After `idle_s` ≥ `control_timeout_s` without it, wait until the backend names the missing ranks."""
+        """Wait for work. Once `idle_s`, the time without work, is `control_timeout_s`, the backend names the late ranks."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
@@ -133,7 +133,7 @@ class GroupCalls:
         self._submitted = hashlib.sha256()
 
     def submitted(self, first: int, prompts: Sequence[Any], params: Sequence[Any]) -> None:
-        """Record queued prompts and their parameters for `meet`, which checks that they are equal on all members."""
+        """Record prompts queued from group id `first` on; `meet` then checks that they are equal on all members."""
         for number, each in enumerate(zip(prompts, params, strict=True), first):
             self._submitted.update(key_of(*each, number))
 
@@ -305,7 +305,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """Return the loop for this rank's role in its parallel group, if it has one. `parts` are the arguments of `RunLoop`."""
+    """Return the loop for this rank's role in a parallel group, else a `RunLoop`. `parts` are the loop's arguments."""
     if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
     if engine.peers.group is None:

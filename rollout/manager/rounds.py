@@ -54,7 +54,7 @@ class StalenessPacer:
         self._version = version
 
     def too_old(self, groups: Groups, staleness: Iterable[tuple[int | None, int]], version: int) -> set[int]:
-        """Return the ids of unfinished groups that must finish in this call, because after a round they would be too old.
+        """Return the ids of unfinished groups that must finish now, because after one more round they would be too old.
 
         Args:
             groups: the groups in flight, with the samples received so far.
@@ -122,7 +122,7 @@ class Rounds:
 
     @contextmanager
     def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Enter `turn` with the engine running and adapted to the model, after a check for unannounced weight changes."""
+        """Enter `turn`, start the engine, adapt it to the model and check that no weight change is unannounced."""
         with self.turn(call, timeout_s):
             self.ensure_running()
             self.follow_model()
@@ -140,7 +140,7 @@ class Rounds:
                 yield
 
     def follow_model(self) -> None:
-        """Adapt the engine if the trainer has sharded the weights by FSDP2, resized the vocabulary or changed masks.
+        """Adapt the engine if the trainer sharded the weights by FSDP2, resized the vocabulary or changed mask settings.
 
         Every rank calls this method.
         """
@@ -180,7 +180,7 @@ class Rounds:
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def ensure_running(self) -> None:
-        """Release the holds of weight updates and of direct engine calls; the coordinator may still hold the engine.
+        """Let the engine run again after a weight update or direct call stopped it; the coordinator may still hold it.
 
         Raises:
             EngineStateError: the manager was paused, suspended or closed by its user.
@@ -203,7 +203,7 @@ class Rounds:
             self.suspend(UPDATE, mode, keep_prefix_cache=False)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release the holds placed by `holders`. If this resumes the engine, record the resume in the metrics."""
+        """Stop holding the engine for the reasons `holders`. If this resumes the engine, record that in the metrics."""
         if not self._suspended():
             return self.engine.holds.release(*holders)
         with self.metrics.phase("resume"), interrupt_deferred():
@@ -213,7 +213,7 @@ class Rounds:
         return move
 
     def suspend(self, holder: str, mode: Mode, *, keep_prefix_cache: bool) -> MemoryMove:
-        """Suspend the engine until `release(holder)`, and record it in the metrics. Options are as in `Updates.suspend`."""
+        """Suspend the engine until `release(holder)`, recording this in the metrics. Options are as in `Updates.suspend`."""
         chosen = KVCacheManagementMode.parse(mode)
         self.engine.guard.release()
         if self._suspended():

@@ -26,7 +26,7 @@ from rollout.state import EngineState
 from rollout.threads.interrupts import uninterrupted
 
 PATIENCE_S = 0.1
-"""Longest single wait of a `patient` run, in seconds. Between two waits, the deadlines of episodes are checked."""
+"""Longest single wait of a run with `patient=True`, in seconds. After each wait, episode deadlines are checked."""
 BAR_AFTER_S = 2.0
 """Seconds after which a call with `progress=None` shows a progress bar."""
 NEWEST_SHARE = 0.5
@@ -75,7 +75,7 @@ class Goal(Protocol):
         """The number of groups to wait for, for the progress bar."""
 
     def ended(self) -> int:
-        """Return how many of the groups that count have finished."""
+        """Return how many of the groups that count towards `number` have finished."""
 
     def reached(self) -> bool:
         """Return whether enough groups have finished; called before every step."""
@@ -147,7 +147,7 @@ class RunLoop:
         alone: bool = False,
         patient: bool = False,
     ) -> None:
-        """Step until the goal is reached, then step for other ranks.
+        """Run engine steps until the goal is reached, and then for the other ranks until all of them have finished.
 
         Args:
             goal: the goal; it is checked before every step.
@@ -195,7 +195,7 @@ class RunLoop:
             self.sync_metrics()
 
     def _steps(self, finished: Callable[[], bool], step: Callable[[float], None], left: Callable[[], float]) -> None:
-        """Step until `finished` returns True.
+        """Run engine steps until `finished` returns True.
 
         Args:
             step: function that runs one step, after waiting at most the given number of seconds for work.
@@ -213,12 +213,12 @@ class RunLoop:
         """Record queued prompts, whose groups have the ids `first`, `first + 1`, …"""
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Record finished samples that the journal returned for submitted prompts."""
+        """Record samples that were not generated now, because the journal file already contained them."""
         for sample in samples:
             self.groups.take(sample)
 
     def take_ended(self) -> None:
-        """Record the samples that have finished between two steps. After a `JournalError` the next call retries."""
+        """Record samples that finished outside of a step. After a `JournalError` the next call writes them again."""
         with uninterrupted(), self._engine.locked():
             self._take(self._backend.take_ended())
 

@@ -39,7 +39,7 @@ class PlayGoal:
     """The function that starts a group for a task."""
     most: float
     least: int | None
-    """The number of kept groups that must have finished; None means all groups in flight."""
+    """The number of groups accepted by `keep` that must have finished; None means all groups in flight."""
     number: int
     keep: Callable[[Sequence[Episode]], bool] | None
     """A function that returns whether a finished group counts; other groups are dropped. If None, every group counts."""

@@ -85,7 +85,7 @@ class ScoredGoal:
     begin: Callable[[Sequence[Any]], None]
     """The function that submits a group for each of the given tasks."""
     number: int
-    """The number of kept groups that fill the batch."""
+    """The number of groups accepted by `keep` that fill the batch."""
     most: int
     reward: Reward
     keep: Callable[[Sequence[ScoredSample]], bool] | None
@@ -98,7 +98,7 @@ class ScoredGoal:
     """A function that returns the ids of groups that must also have finished, or None if they are not known yet."""
     _full: bool = False
     _pending: dict[int, Any] = field(default_factory=dict)
-    """Group id → future of the group's rewards, if the reward function has `submit`."""
+    """Group id → future of the group's rewards, if `reward` is an object with a method `submit`."""
 
     def ended(self) -> int:
         return len(self.groups.rewards)
@@ -274,7 +274,7 @@ class Scoring:
             return self._hand_out(groups, discarded, on_error)
 
     def _submit_sound(self, tasks: Sequence[PromptTask], params: SamplingParams) -> list[int]:
-        """Submit the valid tasks; return their group ids, or raise the exception of the first invalid task afterwards."""
+        """Submit all valid tasks; then return their group ids, or raise the exception of the first invalid task."""
         added: list[int] = []
         refused: list[Exception] = []
         for task in tasks:

@@ -53,7 +53,7 @@ class _Summary:
         self._newest = np.empty(0)
 
     def extend(self, values: NDArray[np.float64]) -> None:
-        """Add values, float64 [n] with n ≥ 1."""
+        """Add n ≥ 1 values, float64 [n], to the statistics."""
         if self._keeps:
             self._newest = np.concatenate([self._newest, values])[-self._keeps :]
         self._count += values.size
@@ -92,21 +92,21 @@ class MetricsRecorder:
         self._phase_since = 0.0
 
     def add(self, name: str, value: float = 1) -> None:
-        """Increase a counter by `value` ≥ 0."""
+        """Increase the counter `name` by `value` ≥ 0."""
         with self._lock:
             self._counters[name] += value
             if name in self._totals:
                 self._totals[name] += value
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge to `value`."""
+        """Set the gauge `name` to `value`."""
         with self._lock:
             self._gauges[name] = float(value)
             if METRICS[name].peak:
                 self._peaks[name] = max(self._gauges[name], self._peaks.get(name, -math.inf))
 
     def observe(self, name: str, values: Any) -> None:
-        """Add values to a summary: a number, or an array or torch tensor of any shape, on any device, possibly empty."""
+        """Add `values`, a number or a (possibly empty) array or tensor of any shape and device, to the summary `name`."""
         flat = flat_array(values)
         if not flat.size:
             return
@@ -190,7 +190,7 @@ class RolloutMetrics(MetricsRecorder):
             recorder.phase(self, phase, before)
 
     def step(self, samples_missing: int) -> None:
-        """Record the last step's size and the gauges that have a peak. Called after every engine step; takes about 15 µs.
+        """Record the last step's size and the gauges whose peak is logged. Called after every step; takes about 15 µs.
 
         Args:
             samples_missing: number of samples that have not finished; those that are not running count as waiting.
@@ -255,7 +255,7 @@ class RolloutMetrics(MetricsRecorder):
             rows: the batch rows that `logprobs` belong to, as int64 indices or a slice.
 
         Raises:
-            ValueError: `logprobs` has another shape than `batch.logprobs[rows]`.
+            ValueError: the shape of `logprobs` differs from that of `batch.logprobs[rows]`.
         """
         mask, known = batch.response_mask[rows], batch.logprobs[rows]
         if logprobs.shape != known.shape:
@@ -264,14 +264,14 @@ class RolloutMetrics(MetricsRecorder):
         self.observe("rollout/logprob_diff", (logprobs.detach().to(ours)[mask] - ours).abs())
 
     def suspended(self, move: MemoryMove) -> None:
-        """Record a suspend of the KV cache, whose result is `move`."""
+        """Record that the KV cache was suspended; `move` says what was copied or dropped."""
         self.add("rollout/suspends")
         self.add("rollout/suspend_bytes", move.bytes_copied)
         self.add("rollout/suspend_fallbacks", move.offload_failed)
         self.add("rollout/tokens_recomputed", move.tokens_given_up)
 
     def resumed(self, move: MemoryMove) -> None:
-        """Record a resume of the KV cache, whose result is `move`."""
+        """Record that the KV cache was resumed; `move` says what was restored or dropped."""
         self.add("rollout/resumes")
         self.add("rollout/resume_bytes", move.bytes_copied)
         self.add(

@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The manager's calls between two `generate` calls. On several ranks, every rank makes each call and waits for all."""
+    """The manager's calls between two `generate` calls. On several ranks, each rank makes them and waits for the rest."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds

@@ -25,7 +25,7 @@ SLOT_COLORS = {PREFILL: ORANGE, DECODE: BLUE, HELD: "#c3ccd5", PREEMPTED: RED}
 CONTROL_COLORS = {"weights updated": "#000000", "suspend": PURPLE, "resume": GREEN}
 SLOT_ROWS = 96
 SMALLEST = 1e-30
-"""The limit below which a value is a gap on a logarithmic axis."""
+"""The limit below which a value is drawn as a gap on a logarithmic axis."""
 
 _STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "rollout", "font.size": 9, "axes.spines.top": False,
@@ -49,7 +49,7 @@ def lines(
         steps: the number of each step.
         series: (name, colour, values) of each line; a value of None is a gap.
         band: (name, colour, lower values, upper values) of an area behind the lines; None means no area.
-        log: whether the y axis is logarithmic; values up to `SMALLEST` are then gaps.
+        log: whether the y axis is logarithmic; values up to `SMALLEST` are then drawn as gaps.
         top: upper end of the y axis; None means the largest value.
     """
 
@@ -101,7 +101,7 @@ def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, sh
 
 
 Stay = list[tuple[str, float, float]]
-"""The (state, start, end) of a sample from its admission until it finishes or is preempted."""
+"""The states, as (state, start, end), of a sample from its admission until it finishes or is preempted."""
 
 
 def slots(engine: TracedEngine, duration_s: float) -> str:
@@ -140,7 +140,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
 
 
 def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
-    """Yield (period, preempted) for each period that a sample spends in a slot; preempted says whether that ended it."""
+    """Yield (period, whether a preemption ended it) for each period that a sample spends in a slot."""
     stay: Stay = []
     for state in sample.states:
         if state[0] in (PREFILL, DECODE, HELD):
@@ -158,7 +158,7 @@ def note(text: str = "not recorded in this run") -> str:
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return the drawing of `draw` with tooltips `tips` as SVG for HTML, without XML declarations and clip paths."""
+    """Return what `draw` draws, with the tooltips `tips`, as SVG for HTML, without XML declarations and clip paths."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

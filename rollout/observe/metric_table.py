@@ -25,10 +25,10 @@ class Kind(StrEnum):
     """The sum of the values passed to `add` during the interval; with `Metric.total`, also the sum since construction."""
 
     TIMER = "timer"
-    """The seconds of the interval spent in the phase, as set by `phase` or `enter_phase`."""
+    """The seconds of the interval spent in the metric's phase, which `phase` or `enter_phase` has set."""
 
     GAUGE = "gauge"
-    """The last value passed to `set`, absent before the first; with `Metric.peak`, also the maximum during the interval."""
+    """The last value passed to `set`, absent before the first call; with `Metric.peak`, also the interval's maximum."""
 
     SUMMARY = "summary"
     """The statistics of the values passed to `observe` during the interval; absent without values."""

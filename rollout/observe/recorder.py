@@ -98,7 +98,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state` to `states`, as prefill and decode if the first token is in between; return `end`, at least `start`."""
+    """Append `state`, split into prefill and decode at the first token; return the larger of `start` and `end`."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))
@@ -235,7 +235,7 @@ class TraceRecorder:
 
     @property
     def engines(self) -> list[EngineLog]:
-        """The logs, one per engine that was built or has reported during the trace."""
+        """The logs, one for each engine that was built or reported during the trace."""
         return list(self._of_tap.values())
 
     def add(self, span: Span) -> None:
@@ -259,7 +259,7 @@ class TraceRecorder:
         self._phases[of] = (phase, now)
 
     def finish(self) -> None:
-        """Finish the trace: wait for each engine's step boundary, then record unfinished samples and phases as they are."""
+        """Finish the trace: record the open phases and, once each engine is between two steps, its unfinished samples."""
         self.ended = self.clock()
         for of in list(self._phases):
             self.phase(of, None, None)
@@ -321,13 +321,13 @@ def stop(recorder: TraceRecorder) -> None:
 
 
 def active() -> TraceRecorder | None:
-    """Return the active recorder of this process, or None."""
+    """Return the active recorder of this process, or None while no trace is recorded."""
     return _active
 
 
 @contextmanager
 def span(name: str, *, track: str = "trainer", **args: Any) -> Iterator[None]:
-    """Show a block as a span on a track of the trace. This has no effect while no trace is recorded.
+    """Show a `with` block as a span on a track of the trace. This has no effect while no trace is recorded.
 
     Args:
         name: name of the span, such as "reward".

@@ -21,7 +21,7 @@ from rollout.errors import ConfigError
 
 FILE = "run.jsonl"
 LONGEST_TEXT = 4000
-"""The maximum number of characters logged per prompt and per run of tokens of one version; longer texts are cut."""
+"""The maximum number of characters logged per prompt, and per run of tokens that one policy version sampled."""
 
 
 class RunLog:
@@ -56,7 +56,7 @@ class RunLog:
         rewards: Sequence[float] | Any = None,
         tokenizer: Any = None,
     ) -> None:
-        """Append one step.
+        """Append one training step's line to the log.
 
         Args:
             number: number of the step.
@@ -88,7 +88,7 @@ class RunLog:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the title of a run and the last line of each step; raise `ConfigError` if there is no step."""
+    """Return a run's title and, for each step, the last line logged for it; raise `ConfigError` if there is no step."""
     path = Path(folder) / FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The conversion of recorded rows to the JSON trace events that Perfetto and Chrome open, and its files.
+"""The conversion of recorded rows to the JSON trace events that Perfetto and Chrome open, and the trace files.
 
 The timeline has one "process" per engine, with tracks for the trainer, the engine's control calls and its steps, with
 counters, and with one track per sample. Times in the file are microseconds since the start of rank 0's trace.
@@ -21,7 +21,7 @@ from rollout.observe.recorder import DECODE, HELD, PREFILL, EngineLog, Life, Spa
 FORMAT = "rollout-trace-1"
 Event = dict[str, Any]
 TRAINER, ENGINE, STEPS, PARTS, OTHER, SAMPLES = 1, 2, 3, 4, 5, 100
-"""The track numbers within a process. Further tracks are numbered from `OTHER` on, samples from `SAMPLES` on."""
+"""The track numbers within a trace's "process". Further tracks start at number `OTHER`, samples at `SAMPLES`."""
 RANKS_FROM = 10
 ENGINES_PER_RANK = 100
 
@@ -220,7 +220,7 @@ def _slice(
 
 
 Interval = tuple[str, float, float]
-"""A (name, start, end), in seconds since the start of the trace."""
+"""A named interval (name, start, end), in seconds since the start of the trace."""
 
 
 class TracedSample(NamedTuple):

@@ -73,7 +73,7 @@ def _own_path(path: Path) -> Path:
 
 
 def _checked(path: Path) -> str:
-    """Check the path before the recording starts, so that a bad path cannot lose a trace; return the path as a string."""
+    """Check the path before recording starts, because a bad path found later would lose the trace; return it as str."""
     if not path.parent.is_dir():
         raise ConfigError(f"trace({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     if path.is_dir():

@@ -35,7 +35,7 @@ class Codec(NamedTuple):
 
 
 def encode_fields(owner: object, codecs: Mapping[str, Codec]) -> dict[str, Any]:
-    """Encode the attributes of `owner` that `codecs` names into a dict of plain values."""
+    """Encode those attributes of `owner` that `codecs` has an entry for, as a dict from name to plain value."""
     return {name: codec.encode(getattr(owner, name)) for name, codec in codecs.items()}
 
 
@@ -62,12 +62,12 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 
 
 def refuse(what: str, value: object, rule: str) -> NoReturn:
-    """Raise a `SerializationError` that begins with `what` and says that `value` arrived where `rule` must be."""
+    """Raise a `SerializationError` about `what`, which says that `value` arrived instead of what `rule` describes."""
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
 def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
-    """Unpack one msgpack value with options of `msgpack.unpackb`. A `SerializationError` begins with `what`."""
+    """Unpack one msgpack value with the `options` of `msgpack.unpackb`; a `SerializationError` begins with `what`."""
     try:
         return msgpack.unpackb(packed, **options)
     # ValueError is the base class of all errors that `unpackb` itself raises. A list as a map key causes TypeError.

@@ -43,7 +43,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The rules for checking and joining an optional field of `SampleDelta`. A missing value is None."""
+    """The rules for checking an optional field of `SampleDelta` and joining its values; None is a missing value."""
 
     types: frozenset[type]
     """The allowed types of a value. msgpack encodes the value as it is."""
@@ -120,7 +120,7 @@ class SampleDelta:
 
     @property
     def buffer_bytes(self) -> int:
-        """The total size of the tokens, log-probs and optional fields, in bytes; in characters for text."""
+        """The total size of the tokens, log-probs and optional fields, in bytes; text counts one per character."""
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
 
@@ -281,11 +281,11 @@ MAX_EVENTS_SENT = 1 << 18
 def growth(
     record: DynamicInferenceRequestRecord, known: int, prompt_version: int, events_known: int = 0
 ) -> SampleDelta:
-    """Return the output of an inactive (waiting or finished) record that the reader does not have yet.
+    """Return the output of a waiting or finished sample that the stream's reader does not have yet.
 
     Args:
         known: number of completion tokens that the reader has.
-        prompt_version: `prompt_version` of the deltas that brought these tokens. It differs if the sample was restarted.
+        prompt_version: the `prompt_version` that came with these tokens; a restart of the sample changes it.
         events_known: number of events that the reader has.
     """
     live = record[-1]
@@ -346,7 +346,7 @@ def version_of_prompt(live: DynamicInferenceRequest) -> int:
 
 
 def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpans:
-    """Return the versions of completion tokens `start` … `stop` - 1: as recorded, then the segment's `policy_version`."""
+    """Return the versions of completion tokens `start` … `stop` - 1; a token without one has `live.policy_version`."""
     first, last = live.original_prompt_length + start, live.original_prompt_length + stop
     spans = VersionSpans(live.policy_spans.window(first, last))
     spans.extend_to(last - first, live.policy_version)

@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return "".join([self._push(int(token)) for token in token_ids])
 
     def finish(self) -> str:
-        """Finish the completion; return `pending`, which is now final."""
+        """Mark the completion as finished; return the text held back in `pending`, which can no longer change."""
         return self._give(self._pending, "")
 
     def _push(self, token: int) -> str:
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _advance(self) -> None:
-        """Drop old tokens from the window. If it then starts inside a character, `_shown` includes the broken character."""
+        """Drop the window's oldest tokens. If it then starts inside a character, U+FFFD in `_shown` stands for that part."""
         self._window = self._window[-CONTEXT:]
         self._shown = self._decode(self._window).removesuffix(self._pending)
 
@@ -185,7 +185,7 @@ class StableText:
         return self._detokenizer.text + self._detokenizer.pending
 
     def rest(self, text: str) -> str | None:
-        """Return the rest of the final text; None if the final text does not start with the shown text."""
+        """Return the part of the final `text` after the shown text; None if `text` does not start with the shown text."""
         shown = self._detokenizer.text[: self._shown]
         return text[self._shown :] if text.startswith(shown) else None
 

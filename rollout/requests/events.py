@@ -152,7 +152,7 @@ class EventLog:
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
-    """The first ADD_ENGINE event, kept across checkpoints."""
+    """The first ADD_ENGINE event, which a checkpoint copies to the new segment."""
 
     def put_events_before(self, earlier: Sequence[DynamicInferenceEvent]) -> None:
         """Prepend events recorded on another rank or before a restart."""

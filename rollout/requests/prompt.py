@@ -219,7 +219,7 @@ def plain_messages(
 
 
 def known_roles(messages: list[Message], template: str) -> list[Message]:
-    """Replace the role "developer" by "system" if the template does not contain it: most templates drop unknown roles."""
+    """Replace the role "developer" with "system" if `template` lacks it, because most templates drop unknown roles."""
     if "developer" in template:
         return messages
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]

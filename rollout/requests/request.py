@@ -125,12 +125,12 @@ class InferenceRequest:
 
     @property
     def generated_length(self) -> int:
-        """G, the number of generated tokens."""
+        """The number of generated tokens."""
         return len(self.generated_tokens)
 
     @property
     def total_length(self) -> int:
-        """P + G, the number of tokens known so far."""
+        """The number of prompt tokens plus the number of tokens generated so far."""
         return len(self.prompt_tokens) + len(self.generated_tokens)
 
     def serialize(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class KeptTokens:
         return [ids.tolist() for ids in self]
 
     def wrong_for(self, tokens: list[int]) -> str | None:
-        """Return why `tokens` cannot have been drawn from these sets, or None. Ids above the vocabulary are not detected."""
+        """Return why `tokens` cannot have been drawn from these sets, or None if they can. The vocabulary is not checked."""
         if len(self) != len(tokens):
             return f"{len(self)} sets for {len(tokens)} tokens: must be one each"
         if not len(self):
@@ -109,7 +109,7 @@ def packed_sets(sets: KeptTokens) -> list[bytes]:
 
 
 NO_SET = pack_kept(KeptTokens(np.zeros(0, np.int32), np.zeros(1, np.int32)))
-"""The packed empty set, for a token whose request does not return sets."""
+"""The packed empty set of ids, for a token whose request does not return the ids that it was drawn from."""
 
 
 def joined_sets(packed: list[bytes]) -> KeptTokens:
@@ -172,7 +172,7 @@ def check_routes(name: str, routes: Any, positions: int) -> None:
 
 
 def first_unread(computed: int, position: int) -> int:
-    """Return the first position whose routes are sent with the tokens from `position` on.
+    """Return the first position whose expert routes must be sent along with the tokens from `position` on.
 
     Args:
         computed: length of the prompt that was computed, or computed again, before the newest tokens were sampled.

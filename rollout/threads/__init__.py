@@ -1,1 +1,1 @@
-"""Thread utilities: an event loop on a thread, deferred Ctrl-C, a fair lock, and turns in order of arrival."""
+"""Thread utilities: an event loop on a thread, deferred Ctrl-C, a fair lock, and a fair queue for an engine."""

@@ -14,13 +14,13 @@ from typing import Any
 
 
 class _Deferral:
-    """A signal handler that defers the first Ctrl-C, and passes on a second Ctrl-C unless the code is shielded.
+    """A signal handler that defers the first Ctrl-C to the end of a `with` block; while `shielded` is set, every one.
 
     Attributes:
-        presses: number of Ctrl-C presses since the block began.
-        waiting: number of presses that have to wait for the end of the block.
-        shielded: whether further presses also wait.
-        wholly: whether further presses wait for the end even inside `interruptible()`.
+        presses: number of Ctrl-C presses that the original handler has not received yet.
+        waiting: number of presses that have to wait for the end of the `with` block.
+        shielded: whether further presses also wait, because the running code must not be interrupted.
+        wholly: whether further presses wait even inside `interruptible()`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -34,14 +34,14 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Call the original handler for a pending Ctrl-C, unless the code is shielded or every press must wait."""
+        """Call the original handler if more than `waiting` presses are pending and the running code is not shielded."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
 
     @contextmanager
     def changed(self, *, waiting: int, shielded: bool, wholly: bool = False) -> Iterator[None]:
-        """Set the attributes `waiting`, `shielded` and `wholly` inside the block."""
+        """Set the attributes `waiting`, `shielded` and `wholly` for the duration of a `with` block."""
         before = self.waiting, self.shielded, self.wholly
         self.waiting, self.shielded, self.wholly = waiting, shielded, wholly
         try:
@@ -52,7 +52,7 @@ class _Deferral:
 
 class _Thread(threading.local):
     deferral: _Deferral | None = None
-    """The handler of the enclosing `interrupt_deferred()`."""
+    """The handler that the enclosing `interrupt_deferred()` has installed; None outside of such a block."""
 
 
 _thread = _Thread()
@@ -69,10 +69,10 @@ def interrupt_pending() -> bool:
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block; a second Ctrl-C takes effect at once.
+    """Delay Ctrl-C until the end of a `with` block; a second Ctrl-C takes effect at once.
 
-    The installed handler still runs, only later. The block has no effect outside the main thread (the only thread that
-    Python interrupts), without a Python handler for Ctrl-C, and inside another such block.
+    The installed handler still runs, only later. This context manager has no effect outside the main thread (the only one
+    that Python interrupts), if no Python handler for Ctrl-C is installed, or inside another such block.
     """
     handler = signal.getsignal(signal.SIGINT) if _thread.deferral is None and _on_main_thread() else None
     if not callable(handler):
@@ -93,10 +93,10 @@ def interrupt_deferred() -> Iterator[None]:
 
 
 def uninterrupted(*, wholly: bool = False) -> AbstractContextManager[None]:
-    """Delay every Ctrl-C until the end of a block that must not be interrupted.
+    """Delay every Ctrl-C until the end of a `with` block that must not be interrupted.
 
-    Unless `wholly` is set, a second Ctrl-C takes effect in an `interruptible()` inside the block. The block has no effect
-    outside the main thread or without a Python handler for Ctrl-C.
+    Unless `wholly` is set, a second Ctrl-C takes effect in an `interruptible()` inside the block. This context manager has
+    no effect outside the main thread or if no Python handler for Ctrl-C is installed.
     """
     # Save the cost of a block if an enclosing one already gives this protection: a step nests dozens of them.
     deferral = _thread.deferral
@@ -120,7 +120,7 @@ def _shielded(wholly: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Let a second Ctrl-C, even an earlier one, interrupt this block in `uninterrupted()`; with `first`, one is enough."""
+    """Let a second Ctrl-C, even a past one, interrupt this `with` block in `uninterrupted()`; if `first`, one is enough."""
     deferral = _thread.deferral
     if deferral is None or deferral.wholly:
         yield

@@ -56,7 +56,7 @@ class PackedRollouts:
     """The length of the longest sequence."""
 
     response_mask: Tensor
-    """bool [L]: see `RolloutBatch`, also for the fields below."""
+    """bool [L]: `RolloutBatch.response_mask` of each token; the fields below are also packed from `RolloutBatch`."""
 
     logprobs: Tensor
     """float32 [L]: log-prob of each sampled token."""
@@ -69,7 +69,7 @@ class PackedRollouts:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The keyword arguments of the model's forward pass, whose logits are [1, L, V] for a vocabulary of V tokens."""
+        """The keyword arguments of a forward pass that returns logits [1, L, V], for a vocabulary of V tokens."""
         return {"input_ids": self.input_ids[None], "position_ids": self.position_ids[None], "use_cache": False}
 
 
@@ -150,7 +150,7 @@ class RolloutBatch:
         __getattr__ = unknown_attribute
 
     kept_tokens: KeptSets | None = None
-    """The sets that completion tokens were drawn from: flat ids, and counts int32 [N, T]. None if not requested."""
+    """The set of token ids from which each completion token was drawn. None unless the requests return these sets."""
 
     token_values: Tensor | None = None
     """float32 [N, T, k]: the k numbers per token from `RolloutManager(token_values=…)`; 0 outside the completion. None if
@@ -335,7 +335,7 @@ class RolloutBatch:
         tree = self.tree(rows)
         part, numbers = self._part(tree)
         columns = part.input_ids.shape[1]
-        # Check all requests now: those that cannot be replayed must raise before the first gradient.
+        # Check all requests now, so that one that cannot be replayed raises an error before any gradient is computed.
         self._distribution(numbers, columns, temperature)
 
         def read(segment: Part, own: Tensor) -> LogitScores:
@@ -353,7 +353,7 @@ class RolloutBatch:
         return distribution([self.requests[row] for row in rows.tolist()], kept, self.input_ids.device)
 
     def _part(self, part: PackedTree | PackedRollouts | Tensor | slice | None) -> tuple[Part, Tensor]:
-        """Return the part as input of a forward pass, and the numbers of its rows."""
+        """Return `part` as the input of a forward pass, and the batch row numbers of its rows; None means all rows."""
         if isinstance(part, PackedTree):
             columns = part.nodes.shape[1]
             return part.part(self.input_ids[part.rows, :columns], self.response_mask[part.rows, :columns]), part.rows
@@ -419,7 +419,7 @@ class RolloutBatch:
         )
 
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
-        """Pack the tokens of rows with every common prefix once, for a model with `trainer_hooks.tree` attached.
+        """Pack rows into a tree that has each common prefix only once, for a model with `trainer_hooks.tree` attached.
 
         For `packed = batch.tree()`, `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded
         routes, a common prefix stops where experts differ; `rollout.replay(packed, model)` replays the routes.
@@ -444,7 +444,7 @@ class RolloutBatch:
         return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
-        """Yield trees of about equal size, each at most `max_tokens`, for gradient accumulation, every row in one tree.
+        """Split the rows into trees of about equal size, at most `max_tokens` each, for gradient accumulation.
 
         Groups stay whole: a group with more than `max_tokens` is a tree of its own. The groups in a tree are in batch order.
 
@@ -466,13 +466,13 @@ class RolloutBatch:
         return int(same.long().cumprod(0).sum())
 
     def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
-        """Yield packed rows (see `packed`) in parts of about equal size and at most `max_tokens`, every row in one part."""
+        """Split the rows into parts of about equal size, at most `max_tokens` each; yield each part packed by `packed`."""
         for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
             yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
 
 
 def equal_parts(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Split items into few parts of at most `limit` and of about equal size. An item above the limit is a part of its own.
+    """Split items into few parts whose `sizes` have nearly equal sums, at most `limit`. A larger item is its own part.
 
     Items go to the smallest part, largest item first (Graham 1969, "longest processing time").
 

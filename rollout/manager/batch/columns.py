@@ -13,7 +13,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """The sets that N rows' tokens were drawn from; the argument `kept` of `rollout.algorithms.replay_logprobs`."""
+    """For N rows, the set of token ids from which each token was drawn; the argument `kept` of `replay_logprobs`."""
 
     ids: Tensor
     """int32 [S]: the S token ids of all sets, row after row and token after token, ascending in each set."""
@@ -26,7 +26,7 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids.to(device), self.counts.to(device))
 
     def of_rows(self, rows: Tensor | slice, columns: int | None = None) -> KeptSets:
-        """Return the sets of the given rows, in this order. If `columns` is given, keep only the first `columns` columns."""
+        """Return the sets of `rows`, in this order. If `columns` is given, keep only the first `columns` columns."""
         chosen = torch.arange(len(self.counts), device=self.counts.device)[rows]
         sizes = self.counts.sum(1, dtype=torch.int64)
         starts = sizes.cumsum(0) - sizes
@@ -43,7 +43,7 @@ class KeptSets(NamedTuple):
         return KeptSets(self.ids[kept], self.counts.masked_fill(rows[:, None], 0))
 
     def of_tokens(self, rows: Tensor, columns: Tensor) -> KeptSets:
-        """Return the sets of K single tokens, given by row [K] and column [K], in this order, with counts [K]."""
+        """Return the sets of the K tokens at (`rows`, `columns`), each [K], in this order, with counts [K]."""
         sizes = self.counts.flatten().long()
         at = rows * self.counts.shape[1] + columns
         ends, lengths = sizes.cumsum(0)[at], sizes[at]
@@ -52,7 +52,7 @@ class KeptSets(NamedTuple):
 
 
 def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets | None:
-    """Return the sets of merged requests, padded to `columns` columns; None if no request has sets.
+    """Return the sets from which the requests' tokens were drawn, with `columns` columns; None if no request has sets.
 
     Raises:
         ValueError: the sets of a request do not match its tokens.
@@ -73,7 +73,7 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
 
 
 def no_sets(like: Tensor) -> KeptSets:
-    """Return empty sets for the tokens `like` [N, T], which were drawn from the whole vocabulary."""
+    """Return an empty set for every token in `like` [N, T]: such a token was drawn from the whole vocabulary."""
     return KeptSets(like.new_zeros(0, dtype=torch.int32), torch.zeros_like(like, dtype=torch.int32))
 
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a batch's tokens in the trainer's own forward pass, with gradient; logits are never stored."""
+"""Differentiable log-probs and entropies from the trainer's own forward pass, computed without storing all logits."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def read_scores(
 def distribution(
     requests: Sequence[DynamicInferenceRequest], kept: KeptSets | None, device: torch.device
 ) -> tuple[dict[str, Any], KeptSets | None]:
-    """Return `replay_logprobs` arguments that reproduce the requests' recorded log-probs, and the kept sets to replay.
+    """Return `replay_logprobs` arguments that reproduce the requests' log-probs, and the token sets to pass as `kept`.
 
     Raises:
         ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.

@@ -19,7 +19,7 @@ from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
 
 Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
-"""A function that returns the rotary positions of a prompt with images and of the next token; see
+"""A function (token ids, kinds, images) → rotary positions of a prompt with images and of the next token, as in
 `multimodal.family.Family.positions`."""
 
 

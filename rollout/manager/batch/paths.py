@@ -49,14 +49,14 @@ class _Segment:
 
     span: _Span
     places: Tensor
-    """int64 [m]: flat indices into [N, T] of the segment's m wanted tokens."""
+    """int64 [m]: flat indices into [N, T] of the segment's m tokens whose log-probs are requested."""
     values: tuple[Tensor, ...]
-    """The log-probs [m] of the wanted tokens and, if requested, their entropies [m]."""
+    """The log-probs [m] of these m tokens and, if requested, their entropies [m]."""
     leaves: tuple[Tensor, ...]
-    """Copies of `values` that the caller gets, detached from the graph; they collect the gradients of the caller's loss."""
+    """Copies of `values`, detached from the graph, for the caller; they collect the gradients of the caller's loss."""
 
     def backward(self) -> None:
-        """Run the segment's backward pass, even if no log-prob has a gradient: keys and values may have gradients."""
+        """Run the segment's backward pass. It is needed even without gradients of log-probs: keys may have gradients."""
         if self.values[0].requires_grad:
             torch.autograd.backward(
                 self.values,
@@ -67,7 +67,7 @@ class _Segment:
 def along_paths(
     model: nn.Module, tree: PackedTree, part: Part, max_tokens: int, read: Callable[[Part, Tensor], LogitScores]
 ) -> Iterator[PathRows]:
-    """Run a tree segment by segment. Yield rows once all their wanted tokens are computed; run backward passes in between.
+    """Run a tree segment by segment; yield rows once their log-probs are complete. Backward passes run in between.
 
     Args:
         part: the tree as input of a single forward pass.
@@ -137,7 +137,7 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
-    """Return the spans of a tree, in order. The keys of a span follow the keys of its path and start at a kernel block."""
+    """Return a tree's spans, in order. A span's keys follow its path's keys, from the next kernel block boundary on."""
     spans: list[_Span] = []
     path: list[_Span] = []
     for start, stop in _segments(ends, depths, limit):

@@ -110,7 +110,7 @@ def _check_routes(batch: Routed, shape: RouteShape) -> None:
 
 
 def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
-    """Return a function (input_ids [B, T], mask, positions) → routes [B, T, layers, k] of a forward pass."""
+    """Return a function (input_ids [B, T], mask, positions) → expert routes [B, T, layers, k] of a forward pass."""
     if not isinstance(batch, PackedTree):
         return _Rows(batch).of_forward
     if batch.unrouted is not None and len(batch.unrouted):

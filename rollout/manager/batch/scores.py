@@ -154,7 +154,7 @@ class Scorer:
 
 
 def _sequences(rollouts: Any, model: nn.Module) -> Any:
-    """Return `rollouts` without padding. Lists stay unchanged: their last token may be a real token equal to the padding."""
+    """Return `rollouts` without padding. Lists stay unchanged, because a last token equal to the padding may be real."""
     owners = [getattr(model, name, None) for name in ("generation_config", "config")]
     return rollouts if isinstance(rollouts, list | tuple) else unpadded(rollouts, *owners, name="rollouts")
 
@@ -338,7 +338,7 @@ def _starts(prompt_lengths: int | Sequence[int] | None, count: int) -> NDArray[n
 
 
 def _of_set(request: DynamicInferenceRequest) -> bool:
-    """Return whether a request's log-probs are over the sets that its tokens were drawn from.
+    """Return whether a request's log-probs are over the recorded sets of token ids from which its tokens were drawn.
 
     Raises:
         ConfigError: the engine cannot compute log-probs over the distribution that the request was sampled from.

@@ -39,7 +39,7 @@ class PackedTree:
     attention reads this mask."""
 
     rows: Tensor
-    """int64 [N]: the batch row number of each row, in order. `advantages[packed.rows]` has the rows of `logprobs_of`."""
+    """int64 [N]: each row's number in the batch. `advantages[packed.rows]` is aligned with the rows of `logprobs_of`."""
 
     nodes: Tensor
     """int64 [N, T]: index in the tree of each token of each row; -1 on padding."""
@@ -197,7 +197,7 @@ class _Forest(NamedTuple):
     nodes: NDArray[np.int64]
     """[N, T]: index in the forest of each token of each row; -1 after the end of a row."""
     tokens: NDArray[np.int64]
-    """[L]: token ids of the forest's L tokens; the fields below are [L] too."""
+    """[L]: token ids of the forest's L tokens. The two fields below have the same shape."""
     depths: NDArray[np.int64]
     ends: NDArray[np.int64]
     """The index after the subtree of each token."""

@@ -104,7 +104,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return the set that each token of `completion` was drawn from; {token} if not sampled. None if a turn has no sets."""
+    """Return the set that each completion token was drawn from, {token} if unsampled; None if a turn has no sets."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:

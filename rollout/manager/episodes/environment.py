@@ -1,4 +1,4 @@
-"""Environments of `RolloutManager.run`: the interface of a user's environment, and its loop of turns."""
+"""Environments of `RolloutManager.run`: the interface that users implement, and the loop over an episode's turns."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
 
 
 def check_call(what: str, function: Any, arguments: int, cure: str) -> None:
-    """Raise `TypeError` with `what` and `cure` if `function` has a signature that rejects this number of `arguments`."""
+    """Raise a `TypeError` that names `what` and its `cure` if `function` cannot take this number of `arguments`."""
     with suppress(ValueError):
         signature = inspect.signature(function)
         try:

@@ -34,7 +34,7 @@ EXIT_S = 5.0
 """Longest wait, in seconds, for environments that block their event loop when the manager is closed or the process exits."""
 
 _PLAYING: ContextVar[tuple[EpisodePlayer, ...]] = ContextVar("_PLAYING", default=())
-"""The players whose environments run the current code. Tasks and threads (`asyncio.to_thread`) inherit the value."""
+"""The players in whose environments the current code runs. Tasks and threads (`asyncio.to_thread`) inherit the value."""
 
 
 class EpisodePlayer:
@@ -62,7 +62,7 @@ class EpisodePlayer:
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
         self._due: dict[int, float] = {}
-        """Group id → playing time, in seconds, at which episodes must have finished, for groups with a deadline."""
+        """Group id → deadline of the group's episodes, in seconds of playing time, if they have a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
         # Guard the finishing of an episode: its coroutine and its deadline may both try to finish it.
@@ -127,11 +127,11 @@ class EpisodePlayer:
         return [number for number in self._groups if number not in self.unfinished]
 
     def episodes(self, number: int) -> list[Episode]:
-        """Return the episodes of a group."""
+        """Return the episodes of the group with the id `number`."""
         return self._groups[number]
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Remove groups and abandon their unfinished episodes."""
+        """Remove the groups with the ids `numbers`, and abandon their unfinished episodes."""
         for number in list(numbers):
             self._due.pop(number, None)
             for episode in self._groups.pop(number, ()):
@@ -141,7 +141,7 @@ class EpisodePlayer:
             self.unfinished.discard(number)
 
     def oldest_versions(self) -> Iterator[tuple[int, int]]:
-        """Yield (group id, oldest policy version of its sampled tokens) for each unfinished group with a finished turn."""
+        """Yield (group id, its tokens' oldest policy version) for each unfinished group with a finished turn."""
         for number in list(self.unfinished):
             turns = (turn for episode in self._groups[number] for turn in episode.turns)
             versions = (turn.policy_spans.oldest(start=turn.original_prompt_length) for turn in turns)
@@ -160,7 +160,7 @@ class EpisodePlayer:
 
     @property
     def inside(self) -> bool:
-        """Whether the caller runs on the environments' thread."""
+        """Whether the caller runs on the thread of this player's event loop, which runs the environments."""
         return self._loop is not None and self._loop.inside
 
     def refuse_inside(self, call: str) -> None:
