@@ -113,7 +113,7 @@ class DynamicInferenceRequestRecord:
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """Return the field `name`'s entries for the original prompt, from the first segment that has all; None without one."""
+        """Return the original prompt's entries in the field `name`, from the first segment that has all, or None."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)

@@ -13,7 +13,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """For N rows, the set of token ids from which each token was drawn; the argument `kept` of `replay_logprobs`."""
+    """The sets of token ids from which the tokens of N rows were drawn; the argument `kept` of `replay_logprobs`."""
 
     ids: Tensor
     """int32 [S]: the S token ids of all sets, row after row and token after token, ascending in each set."""
