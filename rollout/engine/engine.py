@@ -100,7 +100,7 @@ class DynamicInferenceEngine:
             )  # fmt: skip
             with self.guard.whole(), self._base.under_autocast():
                 self.parts: EngineParts = build(self._base)
-                """The parts that depend on the model's state at build time; `rebuild` replaces them."""
+                """The parts that depend on the model's state when the engine is built; `rebuild` replaces them."""
                 if self.peers.lockstep is not None:
                     self.peers.lockstep.learn(lambda: self.controller.runner.module.own_logits([0]))
         self.holds = Holds(self)
@@ -134,7 +134,7 @@ class DynamicInferenceEngine:
 
     @property
     def config(self) -> InferenceConfig:
-        """The configuration, in which `max_tokens_per_step` is never None."""
+        """The configuration, in which the device's default replaces a missing `max_tokens_per_step`."""
         return self.parts.config
 
     @property
@@ -175,7 +175,7 @@ class DynamicInferenceEngine:
     locked = called("lifecycle", Lifecycle.locked)
 
     def follow_model(self) -> None:
-        """Build the parts again if windows or masks of attention layers have changed since the last build.
+        """Rebuild the engine's parts if windows or masks of attention layers have changed since the last build.
 
         Do nothing in an `installation` block, or while the weights are sharded. Raise the same errors as `followed`.
         """

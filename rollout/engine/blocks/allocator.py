@@ -82,7 +82,7 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """The number of unreferenced blocks with registered content."""
+        """The number of blocks that have no holder but are still registered in the prefix index."""
         return len(self._lru)
 
     @property

@@ -86,7 +86,7 @@ class StateSlots:
         return slot
 
     def allocate_at(self, blocks: Sequence[int]) -> int:
-        """Allocate a slot that starts as a copy of the last block's snapshot, or as zeros if there are no blocks."""
+        """Allocate a slot that starts as a copy of the snapshot of the last of `blocks`, or as zeros if there are none."""
         if not blocks or not self.num_slots:
             return self.allocate()
         self.snapshots.move_to_end(blocks[-1])
@@ -121,7 +121,7 @@ class StateSlots:
     # --- copies between slots -----------------------------------------------------------------------------------
 
     def take_moves(self) -> tuple[Move, ...]:
-        """Return and clear the pending moves between slots. All their sources must be read before any write."""
+        """Return and clear the pending copies between slots. Read all sources before writing any destination."""
         moves = tuple((source, target) for target, source in self._sources.items())
         self._sources.clear()
         return moves

@@ -104,7 +104,7 @@ class GraphedDecode:
 
     @property
     def captured(self) -> list[int]:
-        """The numbers of rows with a captured graph, ascending."""
+        """The numbers of rows for which a graph has been captured, ascending."""
         return sorted(self._graphs)
 
     @property

@@ -121,7 +121,7 @@ class BlockPool:
         return freed
 
     def keep_host_blocks(self, num_blocks: int) -> None:
-        """Allocate `num_blocks` slots on the host, between which and the device `copy_blocks` copies single blocks.
+        """Allocate `num_blocks` slots on the host, to and from which `copy_blocks` can copy single blocks.
 
         Raises:
             HostMemoryError: the host lacks the memory, which must be pinned for CUDA.

@@ -60,7 +60,7 @@ class HostBlocks:
         self._stage = stage
         self._rows = max(1, limit // self._block_bytes)
         self._chunks: list[Tensor] = []
-        """The chunks of host memory, each [slots, width]."""
+        """The chunks of host memory, each a tensor [slots, elements per slot]."""
 
     @property
     def num_slots(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 LEAST_BYTES = 16 << 20
-"""The minimum total size of the parameters in bytes; smaller models nearly fit into the processor's caches."""
+"""The minimum total size of parameters to put on huge pages, in bytes; smaller models nearly fit into CPU caches."""
 _MADV_COLLAPSE = 25
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)

@@ -70,7 +70,7 @@ WORK = _record(
 
 
 class Together:
-    """Makes other ranks compute each forward pass of this rank, too. In this base class, there are no other ranks."""
+    """Makes other ranks compute the same forward passes as this rank. In this base class, there are no other ranks."""
 
     def refuse_alone(self) -> None:
         """Check that the other ranks are ready to compute forward passes together with this rank.

@@ -47,7 +47,7 @@ class MemoryMove:
     tokens_given_up: int = 0
     """The number of KV positions of unfinished requests that will be recomputed."""
     requests_given_up: int = 0
-    """The number of requests whose KV was dropped because it no longer fits."""
+    """The number of requests whose KV was dropped because it no longer fits in the pool."""
     shrunk_by_blocks: int = 0
     """The configured size of the KV pool minus its current size, in blocks."""
     blocks_restored: int = 0

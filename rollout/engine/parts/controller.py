@@ -43,7 +43,7 @@ class TextGenerationController:
         _warn_of_other_eos(model, self.tokenizer)
 
     def unpadded(self, prompts: Any, name: str = "prompts", *, single: bool = False) -> Any:
-        """Call `rollout.requests.prompt.unpadded` with this controller's tokenizer and the model's configs."""
+        """Convert a tokenizer's batch of prompts to token ids without padding (see `rollout.requests.prompt.unpadded`)."""
         config = getattr(self.model, "config", None)
         owners = (self.tokenizer, getattr(self.model, "generation_config", None), config)
         return unpadded(prompts, *owners, name=name, single=single)

@@ -72,12 +72,12 @@ class Inspection:
 
     @property
     def acting_adapters(self) -> str:
-        """The names of the model's active adapters, for messages."""
+        """The names of the model's active adapters, for use in messages."""
         with self._lifecycle.lock:
             return described(self._watch.variant())
 
     def explain(self) -> Explanation:
-        """Explain how the engine runs this model on this machine, after the current step. `print` shows the result."""
+        """Wait for the current step, then return a printable report on how the engine runs the model on this machine."""
         with self._lifecycle.locked():
             return explain(
                 self._controller.runner, self._context.scheduler, self._config, self._guard.source,
@@ -85,7 +85,7 @@ class Inspection:
             )  # fmt: skip
 
     def describe(self) -> Iterator[str]:
-        """Yield lines of text about samples, KV blocks, the last step and the oldest samples, without taking a lock."""
+        """Yield lines of text on sample counts, KV blocks, the last step and the oldest samples, without taking a lock."""
         scheduler, allocator, step = self._context.scheduler, self._context.allocator, self._stepper.last
         unfinished = self._ledger.unfinished()
         running = scheduler.num_active

@@ -1,4 +1,4 @@
-"""The engine's state machine, with a method that waits for a state, and the lock that is held during a step."""
+"""The engine's state machine, with the lock that is held during a step and a method that waits for a given state."""
 
 from __future__ import annotations
 

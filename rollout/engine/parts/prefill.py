@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
     tokens: Sequence[int]
     """The token ids of the sequence (at least one)."""
     positions: NDArray[np.int64]
-    """The ascending positions whose logits are needed (at least one). Unless there are images, later tokens are ignored."""
+    """The ascending positions (at least one) whose logits are needed. Without images, later tokens are not computed."""
     images: ImageInputs | None = None
     """The images for the sequence's placeholder tokens, or None if there are no images."""
     adapter: str | None = None

@@ -165,7 +165,7 @@ class Stepper:
         self._count_failed_step(exc)
 
     def _make_room(self, exc: Exception) -> bool:
-        """Free device memory by shrinking the KV pool; all KV is recomputed. Return whether the pool could shrink."""
+        """Shrink the KV pool to free device memory; all KV is then recomputed. Return whether the pool could shrink."""
         self._controller.runner.release_workspace(graphs=True)
         before = self._context.cache.num_blocks
         if not self._context.shrink(exc):

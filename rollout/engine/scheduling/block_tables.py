@@ -74,7 +74,7 @@ class BlockTables:
             table.num_blocks[row] = first
 
     def release(self, row: int) -> None:
-        """Release all blocks and the state slot of a row."""
+        """Release all blocks of a row, and its slot for recurrent states."""
         table = self.table
         self.states.release(table.state.item(row))
         table.state[row] = NO_SLOT

@@ -16,7 +16,7 @@ Chunk = tuple[Sequence, int]
 
 
 def blocks_for(prompt: int, length: int, block_size: int) -> int:
-    """Return the number of blocks for the KV of a sequence of `length` tokens, `prompt` of which are its prompt.
+    """Return the number of blocks that hold the KV of a sequence of `length` tokens, including `prompt` prompt tokens.
 
     The last token of a completion needs no room, because the sequence finishes before its KV would be computed.
     """

@@ -34,7 +34,7 @@ class Preemption:
             self._restart(each)
 
     def mark_evicted(self, sequences: Iterable[Sequence]) -> None:
-        """Add an eviction event to each sequence."""
+        """Add an eviction event to the record of each sequence."""
         now = self._queues.clock()
         for each in sequences:
             each.request.add_event_evict(timestamp=now)

@@ -45,7 +45,7 @@ class Queues:
         self.reset_active()
 
     def reset_active(self) -> None:
-        """Forget every active sequence. The caller must also free all table rows and blocks."""
+        """Remove every active sequence from its queue. The caller must also free all table rows and blocks."""
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.by_row: dict[int, Sequence] = {}
@@ -55,7 +55,7 @@ class Queues:
 
     @property
     def num_places(self) -> int:
-        """The maximum number of active sequences: `max_requests`, or the number of state slots if there are fewer."""
+        """The maximum number of active sequences: `max_requests`, but not more than the state slots of a recurrent model."""
         return min(self._max_requests, self.allocator.states.num_slots or self._max_requests)
 
     @property
@@ -69,12 +69,12 @@ class Queues:
 
     @property
     def num_active(self) -> int:
-        """The number of sequences that own a row, unforked samples included."""
+        """The number of sequences that own a table row, including samples not yet forked from their leader."""
         return len(self.by_row)
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences without a row."""
+        """The number of sequences without a table row, which wait to be admitted or are parked."""
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def active(self) -> list[Sequence]:
@@ -97,7 +97,7 @@ class Queues:
         return [each for owner in owners for each in (owner, *owner.siblings)]
 
     def decode_rows(self) -> IntArray:
-        """Return the rows of the D decoding sequences, int32 [D]."""
+        """Return the table rows of the D sequences in `decoding`, int32 [D]."""
         if self._decode_rows is None:
             self._decode_rows = np.fromiter((s.row for s in self.decoding), np.int32, len(self.decoding))
         return self._decode_rows
@@ -109,7 +109,7 @@ class Queues:
     # --- changes of queue ---------------------------------------------------------------------------------------
 
     def start_prefill(self, leader: Sequence) -> None:
-        """Add a leader that owns a row to `prefilling`, and give its siblings rows."""
+        """Add to `prefilling` a leader that owns a table row, and give each of its siblings a row."""
         for sibling in leader.siblings:
             self.table.add(sibling)
             self.by_row[sibling.row] = sibling
@@ -117,7 +117,7 @@ class Queues:
         insert(self.prefilling, leader)
 
     def start_decode(self, sequence: Sequence) -> None:
-        """Add a sequence whose prompt has been computed to `decoding`."""
+        """Add to `decoding` a sequence whose prompt has been computed."""
         insert(self.decoding, sequence)
         self._decode_rows = None
 
@@ -131,7 +131,7 @@ class Queues:
         self.table.remove(sequence)
 
     def put_back(self, group: list[Sequence]) -> None:
-        """Queue a group without rows by rank, with its first sequence as the leader. Do nothing if the group is empty."""
+        """Insert a group that owns no rows into its queue, with its first sequence as the leader. Ignore an empty group."""
         if group:
             leader, *siblings = group
             leader.siblings = siblings

@@ -106,9 +106,9 @@ class StepResults:
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
     ) -> NDArray[np.bool_]:
-        """Append one token, sampled at time `now`, to each of `rows`: the one at its index in `indices`.
+        """Append to each of `rows` the sampled token with the corresponding index in `indices`, and `now` as its time.
 
-        Sequences that finish are added to `ended`.
+        Sequences that this finishes are added to `ended`.
 
         Returns:
             [len(rows)] bool, whether each row is still unfinished.
@@ -150,7 +150,7 @@ class StepResults:
     def _keep(
         self, rows: IntArray, kept: list[bytes], indices: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
-        """Record which sets the tokens at `indices` were drawn from (see `StepTokens.kept`), except for NaN log-probs."""
+        """Record which sets the tokens at `indices` were drawn from (`StepTokens.kept`), except tokens with NaN log-prob."""
         by_row, total = self._queues.by_row, 0
         for row, index, good in zip(rows.tolist(), indices.tolist(), (logprobs == logprobs).tolist(), strict=True):
             packed = kept[index]

@@ -110,7 +110,7 @@ class PromptImages:
         return np.concatenate([known, own[:, known.shape[1] :] + self.shift], axis=1)
 
     def seen(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the last position that each position from `start` to `stop` - 1 attends to, as [stop - start].
+        """Return the last position that each position from `start` to `stop` - 1 attends to, as an array [stop - start].
 
         This is the position itself or, inside a run of `whole`, the last position of the run.
         """
@@ -323,7 +323,7 @@ class SequenceTable:
         sequence.row = NO_ROW
 
     def start_over(self) -> None:
-        """Free every row."""
+        """Mark every row as free."""
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def held(self, row: int) -> IntArray:

@@ -21,7 +21,7 @@ class ScheduledStep:
     """
 
     rows: IntArray
-    """[E] int32, the table row of each entry."""
+    """[E] int32, the `SequenceTable` row of each entry."""
     starts: IntArray
     """[E] int32, the first position that each entry computes."""
     counts: IntArray
@@ -34,7 +34,7 @@ class ScheduledStep:
     sampled_entries: IntArray
     """[K] int32, the entry whose last position each token is sampled from. Samples that share a prefill share its entry."""
     sampled_rows: IntArray
-    """[K] int32, the table row that receives each token."""
+    """[K] int32, the `SequenceTable` row that receives each token."""
     ahead: int = 0
     """The maximum number of decode steps to run in one call, for which blocks are already reserved; 0 for a single step."""
 
