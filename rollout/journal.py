@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentName(NamedTuple):
-    """The parts of a journal file's name: a number, and the mark of the checkpoint at which the file was started."""
+    """The parts of a journal file's name: a number, and the mark by which a checkpoint refers to the file's start."""
 
     number: int
     mark: str
@@ -160,8 +160,8 @@ class Journal:
         self._line.append(self._begin(step))
         os.close(before)
         if len(self._line) >= self._keep:
-            # Count only checkpoints that led to the current state. A newer mark may belong to a checkpoint that was
-            # never saved.
+            # Count only checkpoints that led to the current state. A file with a newer mark may belong to a checkpoint
+            # that the trainer never finished saving.
             oldest = next((name.number for name in names if name.mark == self._line[-self._keep]), 0)
             for name in names:
                 if name.number < oldest:
@@ -187,7 +187,7 @@ class Journal:
         return (group for name in names for group in self._groups(name.path(self.folder)))
 
     def read(self, place: Place) -> FinishedGroup | None:
-        """Read one group again. Return None if its file has been removed by a later checkpoint, or the group is damaged."""
+        """Read the group at `place` again. Return None if a checkpoint has removed its file, or the group is damaged."""
         try:
             with place.path.open("rb") as file:
                 file.seek(place.start)
@@ -245,7 +245,7 @@ class Journal:
         return sorted(found)
 
     def _begin(self, step: int) -> str:
-        """Start a new journal file. Return the mark in its name, which begins with the checkpoint's `step`."""
+        """Start a new journal file. Return the mark in its name, which begins with `step`."""
         names = self._names()
         name = SegmentName(names[-1].number + 1 if names else 1, f"{step}-{secrets.token_hex(8)}")
         path = name.path(self.folder)

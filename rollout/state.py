@@ -83,13 +83,13 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """The rank with the highest score, which weighs the prompt's cached leading blocks and the rank's free slots."""
+    """A request goes to the rank whose score, from the prompt's cached leading blocks and free slots, is highest."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """The rank with the highest score, in which only the first block of the prompt counts as cached."""
+    """A request goes to the rank with the highest score, in which only the first block of the prompt counts as cached."""
     LOAD_BALANCED = "load_balanced"
-    """The rank with the largest share of free slots. If shares are equal, the rank whose name sorts first."""
+    """A request goes to the rank with the largest share of free slots or, of several, to the one whose name sorts first."""
     ROUND_ROBIN = "round_robin"
-    """The next rank in the order of names, starting again after the last."""
+    """A request goes to the next rank in the order of names; after the last rank, the first is next."""
 
 
 class StalenessPolicy(StrEnum):

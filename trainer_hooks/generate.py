@@ -1,4 +1,4 @@
-"""A replacement of the token loop in transformers' `model.generate` by the rollout's engine, for any trainer or loop.
+"""A hook that runs the token loop of transformers' `model.generate` on the rollout's engine, for any trainer or loop.
 
     hook = attach(model, manager)       model.generate(...) samples with `manager`, until hook.detach()
 

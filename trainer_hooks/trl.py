@@ -187,7 +187,7 @@ class TrlAttachment:
             self._put(rollout_func=lambda prompts, trainer: self.roll_out(prompts))
 
     def fill_batches(self, keep: Keep) -> None:
-        """Make TRL replace the groups that `keep` rejects by groups of other prompts."""
+        """Make TRL replace the groups that `keep` rejects with groups of other prompts."""
         full = FullBatches(self.trainer, keep, self.trainer._generate_and_score_completions)
         self._put(
             _generate_and_score_completions=full, _calculate_rewards=full.rewards(self.trainer._calculate_rewards)
@@ -308,7 +308,7 @@ def attach(
             `top_k`, `top_p` or `min_p` truncates, except (with a warning) with tools, a load-balancing loss or a Liger loss.
             Expert routes are replayed too if the rollout records them.
         keep: function that returns whether a group of completions is worth training on, such as `rollout.rewards_differ`.
-            Rejected groups are replaced by other prompts from the training set, as in DAPO, until four times the batch has
+            Rejected groups are replaced with other prompts from the training set, as in DAPO, until four times the batch has
             been discarded. If None, every group counts.
         fallback: as in `trainer_hooks.generate.attach`; only for trainers other than GRPOTrainer.
 

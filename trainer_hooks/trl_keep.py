@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling in a GRPOTrainer: a generation batch is filled with groups that are worth training on.
 
-TRL generates and scores a batch as usual. Groups that `keep` rejects are replaced by other prompts from the training set,
+TRL generates and scores a batch as usual. Groups that `keep` rejects are replaced with other prompts from the training set,
 which TRL completes and scores too, until the batch is full. So TRL computes all rewards, advantages and log-probs, and TRL's
 metrics cover all samples.
 """
@@ -94,7 +94,7 @@ class FullBatches:
         return self._trainer.accelerator.device
 
     def _groups(self, rows: int, size: int) -> Iterator[list[ScoredCompletion]]:
-        """Yield this rank's groups of `size` scored completions. TRL has gathered all ranks' rewards, `rows` per rank."""
+        """Yield this rank's groups of `size` scored completions, from the rewards of all ranks, `rows` per rank."""
         assert self._rewards is not None
         first = self._trainer.accelerator.process_index * rows
         found = self._rewards[first : first + rows]

@@ -54,7 +54,7 @@ _PARSED_BODIES = (
     ChatRequest, ChatTokensRequest, CompletionRequest, GenerateRequest, TokenizeRequest, AbortRequests,
     UpdateWeightsRequest, WeightVersionRequest, LoadAdapterRequest, UnloadAdapterRequest,
 )  # fmt: skip
-"""The types of the request bodies that endpoints parse themselves. FastAPI does not document them, so `openapi` does."""
+"""The types of the request bodies that endpoints parse themselves. `openapi` adds them, because FastAPI does not."""
 
 
 def build_app(llm: Any, config: ServerConfig | None = None) -> FastAPI:

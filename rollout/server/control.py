@@ -120,7 +120,7 @@ def add_control_routes(app: FastAPI, serving: Serving) -> None:
 
     @router.post("/sleep")
     async def sleep(level: Annotated[Literal["1", "2"], Query()] = "1", mode: OpenRequests = "keep") -> Reply:
-        """Pause every engine and release its KV memory. Level 1 copies the KV to the host; level 2 recomputes it later."""
+        """Pause every engine and release its KV memory. Level 1 copies the KV to the host; level 2 drops it."""
         await control.pause(mode)
         if llm.state == EngineState.PAUSED:
             await control.ask(

@@ -188,7 +188,7 @@ def _of_framework(exc: HTTPException) -> ApiError:
 _TAG = re.compile(r"[A-Z][A-Za-z]*$")
 """The pattern of union tags in the locations of pydantic errors. Tags are left out of the field's path."""
 _ALTERNATIVE = re.compile(r"(str|int|float|bool|bytes|none|dict|list)$|.*[\[\]()-]")
-"""The pattern of names of union alternatives, or keys, in such a location. The field's path ends before this name."""
+"""The pattern of union alternatives and keys in the locations of pydantic errors. The field's path ends before them."""
 
 _SHOULD = re.compile(r"^[A-Z][a-z]+ should\b")
 

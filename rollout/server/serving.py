@@ -54,7 +54,7 @@ class Serving:
     samples: int = 0
     """The number of open samples, including samples whose prompts are still being parsed."""
     _computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The ids of the LLM requests behind each reply that is being computed, by the reply's id."""
+    """A dict from the id of each reply in progress to the ids of the LLM requests that compute it."""
     _cut: set[str] = field(default_factory=set)
     _closing: int = 0
     _drained: asyncio.Event = field(default_factory=asyncio.Event)

@@ -26,7 +26,7 @@ MAX_TRIED = 16
 """The maximum number of earlier replies to try, latest first. It is bounded because each try renders the conversation."""
 
 END_TOKENS = 32
-"""The maximum number of end-of-turn tokens that a reply may already have at its end."""
+"""The maximum number of tokens at a reply's end that are recognised as its end of turn, and so not appended again."""
 
 _NO_DIGEST = "it came back without the digests that its reply had"
 _OTHER_PROMPT = (

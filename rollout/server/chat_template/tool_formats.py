@@ -20,9 +20,9 @@ class ToolFormat:
 
     name: str
     signs: tuple[str, ...]
-    """The texts that every template of this family contains."""
+    """The texts that every chat template of the format's family contains."""
     foreign: tuple[str, ...] = ()
-    """The texts that no template of this family contains."""
+    """The texts that no chat template of the format's family contains."""
     marker: str
     """The text that introduces a block of one or more tool calls."""
     bare: str = ""
@@ -31,7 +31,7 @@ class ToolFormat:
     closing: str = ""
     """The text after a block of calls, which a reply may lack at its end. If "", the block extends to the reply's end."""
     closed: bool = False
-    """Whether a block without its closing text is content, because a truncated block would otherwise look complete."""
+    """Whether calls without the closing text after them are content, because truncated calls would look complete."""
     named: str
     """The beginning of a forced call. NAME is replaced by the function's name as a JSON string, BARE by the plain name."""
     ending: tuple[str, ...] = ()

@@ -274,7 +274,7 @@ class ChatRequest(SamplingBody, TemplateFields):
     """Value of the chat template's variable `reasoning_effort`. `none` also sets `enable_thinking=false`."""
     parallel_tool_calls: bool = True
     """Whether a reply may have several calls. false is an error if the template's call format does not mark a call's end."""
-    # These fields of OpenAI's API are accepted, without effect.
+    # These fields of OpenAI's API are accepted but have no effect.
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None

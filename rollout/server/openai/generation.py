@@ -124,10 +124,10 @@ class Dialect(Protocol):
     In its methods, `index` is the index of the choice, and `version` is the current policy version."""
 
     def whole(self, index: int, delta: TextDelta, sample: DynamicInferenceRequest, version: int) -> dict[str, Any]:
-        """Return the choice of a finished sample, whose `delta` contains the whole sample."""
+        """Return a finished sample as a choice of a whole reply. `delta` contains the whole sample."""
 
     def pieces(self, index: int, delta: TextDelta, version: int) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the chunks of a delta, each as (choice, fields next to the choices)."""
+        """Return the chunks for a sample's new tokens, `delta`, each as (choice, the chunk's fields next to its choices)."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
         """Return the prompt's fields that a whole reply has next to its choices. A field is null unless requested."""
@@ -146,7 +146,7 @@ class Reply:
     head: dict[str, Any]
     """The fields common to the whole reply and its chunks."""
     chunk: dict[str, Any] = field(default_factory=dict)
-    """The values in a chunk of the fields whose values differ from those in `head`."""
+    """A dict from field name to its value in chunks, for the fields of `head` that have another value there."""
 
     async def answer(self, request: Request) -> Response:
         """Return the reply, or a stream of its chunks as server-sent events that ends with `[DONE]`.
@@ -183,7 +183,7 @@ class Reply:
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
         serving, body, dialect = self.serving, self.body, self.dialect
-        # OpenAI sends `"usage": null` in every chunk but the last; vLLM's token route (without "object") omits it.
+        # OpenAI sends `"usage": null` in every chunk but the last. vLLM's token route, which has no "object", omits it.
         chunks = Chunks(self.head | self.chunk, with_usage=body.stream_options.include_usage and "object" in self.head)
         streams = await self._begin(growing=True)
         async with aclosing(self._deltas(streams)) as deltas:
