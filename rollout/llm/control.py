@@ -39,7 +39,7 @@ class LLMControl:
     Args:
         engine: this rank's engine.
         loop: the LLM's private event loop.
-        gathering: the gathered weights, which must be gathered before steps if they are sharded.
+        gathering: the object that gathers the engine's weights; sharded weights must be gathered before steps.
         service: the backend that computes the LLM's requests; an `EngineService` if the LLM has a coordinator.
     """
 
@@ -63,8 +63,7 @@ class LLMControl:
     def admit(self, what: str) -> None:
         """Raise an error if this rank is not primary (takes no requests), or if weights changed without an announced update.
 
-        Weights are checked only while no request and no long call runs: otherwise the check would wait for a step
-        boundary.
+        Weights are checked only while no request and no long call runs, because the check waits for a step boundary.
 
         Args:
             what: name of the checked method, for the message.
@@ -174,7 +173,7 @@ class LLMControl:
 
     @contextmanager
     def suspended(self, mode: Mode = None) -> Iterator[None]:
-        """Stop this rank's steps and suspend its KV cache for a `with` block; both resume on exit.
+        """Stop this rank's steps and suspend its KV cache during a `with` block; then restore the cache and continue.
 
         Args:
             mode: what happens to the KV cache; if None, the configured mode is used.
@@ -307,7 +306,7 @@ class LLMControl:
     # --- which ranks may call -----------------------------------------------------------------------------------------
 
     def refuse_in_group(self, what: str) -> None:
-        """Raise `EngineStateError` on a rank of a tensor-parallel group."""
+        """Raise `EngineStateError`, with the method's name `what`, on a rank of a tensor-parallel group."""
         if (group := self.engine.peers.group) is not None:
             raise EngineStateError(
                 f"{what}() of an LLM in the {group.name}, which samples with the weights it was built with: shut it down "
@@ -315,7 +314,7 @@ class LLMControl:
             )
 
     def refuse_unless_primary(self, what: str) -> None:
-        """Raise `RuntimeError` on a rank that is not primary."""
+        """Raise `RuntimeError`, with the method's name `what`, on a rank that is not primary (takes no requests)."""
         if not self._service.is_primary:
             raise RuntimeError(
                 f"{what}() on a rank that is not primary: with a coordinator rank 0 asks, in a tensor-parallel group its "

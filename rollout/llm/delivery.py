@@ -46,7 +46,7 @@ class Group:
     begun: bool = False
     """Whether any tokens were delivered. The first tokens are never delayed."""
     known: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """The delivered part of each unfinished sample: index → (token count, policy version of the prompt, event count)."""
+    """The delivered part of each unfinished sample: index → (token count, prompt's policy version, event count)."""
 
 
 class Delivery:

@@ -61,7 +61,7 @@ class JobLLM(LLMRequests):
         return super().serve(config, blocking=blocking)
 
     def abort(self, request_id: int | None = None) -> int:
-        """Abort one request, or all open requests of this object if None; return the number of aborted requests."""
+        """Abort one request, or by default all open requests of this object; return the number of aborted requests."""
         self.loop.refuse_inside("abort()")
         return self.service.abort(None if request_id is None else [request_id]).result()
 

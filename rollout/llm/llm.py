@@ -136,7 +136,7 @@ class AsyncLLM(LLMRequests):
         await self._control.relay("unpause", EngineState.RUNNING, timeout_s)
 
     async def suspend(self, mode: Mode = None, timeout_s: float | None = None) -> None:
-        """Suspend every paused engine. `mode` says what happens to its KV cache; if None, the configured mode applies."""
+        """Suspend every paused engine. `mode` sets what happens to the KV cache; None means the configured mode."""
         await self._control.relay("suspend", EngineState.SUSPENDED, mode, timeout_s)
 
     async def resume(self, timeout_s: float | None = None) -> None:
@@ -275,16 +275,14 @@ class LLM:
         tokenizer: the model's tokenizer. If None, it is loaded from the folder. A model object without a tokenizer
             accepts only token ids as prompts, and its samples have no text.
         inference_config: options of the engine; if None, the defaults.
-        use_coordinator: whether to start one coordinator process for all ranks. Every rank then builds its LLM, and rank 0
-            is primary.
+        use_coordinator: whether one coordinator serves all ranks. Every rank then builds its LLM; rank 0 is primary.
         coordinator_host: address that the coordinator listens on. If None, it is loopback or, for ranks on several
             hosts, an address that the other hosts can reach, protected by keys.
         coordinator_port: port that the coordinator listens on; if None, a free port.
         coordinator_config: all options of the coordinator, instead of `coordinator_host` and `coordinator_port`.
 
     Raises:
-        ConfigError: coordinator options were given without `use_coordinator`, or host or port together with
-            `coordinator_config`.
+        ConfigError: coordinator options without `use_coordinator`, or host or port together with `coordinator_config`.
         UnsupportedModelError: the engine cannot sample from the model as it is; the message gives the reason.
         DeadlineError: this rank could not reach the coordinator, which rank 0 starts, in time.
     """

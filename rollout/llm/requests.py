@@ -44,7 +44,7 @@ class Service(Protocol):
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """The method `open_group(number, tokens, params, listener, **options)`. It submits a group for the `listener`."""
+        """A function (number, tokens, params, listener, **options) that submits a group on behalf of `listener`."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
         """Abort the groups with these numbers, or all groups if None; the result is the number of groups that were open."""
@@ -258,8 +258,8 @@ class LLMRequests:
 
         Args:
             config: address, key and limits of the server. If None, the server listens on loopback at port 8000.
-            blocking: whether to wait until Ctrl-C or SIGTERM and then stop the server. If False, return at once; stop the
-                server with `Server.close()`.
+            blocking: whether to wait until Ctrl-C or SIGTERM and then stop the server. If False, return at once; stop
+                the server with `Server.close()`.
 
         Raises:
             RuntimeError: this rank is not primary, or this LLM is served already. Without a coordinator every rank is

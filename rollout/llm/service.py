@@ -295,7 +295,7 @@ async def _joined(client: InferenceClient, size: int, timeout_s: float) -> None:
 def options_of_coordinator(
     wanted: bool, host: str | None, port: int | None, config: CoordinatorConfig | None
 ) -> CoordinatorConfig | None:
-    """Return the coordinator options of an `LLM`, or None if `wanted` is False.
+    """Return the coordinator options of an `LLM`, or None if `wanted` (its `use_coordinator`) is False.
 
     Raises:
         ConfigError: `host`, `port` or `config` was given although `wanted` is False, or `config` with `host` or `port`.

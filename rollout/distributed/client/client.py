@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 CONTROL_TIMEOUT_S = Advanced.control_timeout_s
 """The default deadline of a control call, in seconds."""
 ANSWER_MARGIN_S = 5.0
-"""Seconds that the client waits beyond the deadline of a control call, so that the coordinator's own timeout error, which
-names the late engines, arrives first."""
+"""Seconds to wait beyond a control call's deadline for the coordinator's own error, which names the late engines."""
 QUERY_TIMEOUT_S = 30.0
 """The default deadline, in seconds, of a query that the coordinator answers without the engines."""
 
@@ -315,7 +314,7 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that this member's collective call failed. Its arrival at barrier `index` then matches any call."""
+        """Report that this member's call failed. Barrier `index` then does not compare it with the others' calls."""
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:

@@ -39,7 +39,7 @@ class RequestFuture(asyncio.Future[Any]):
             samples from arriving. If None, `result()` raises an error on the thread that runs `loop`.
 
     Attributes:
-        request_id: the request's id, as in the samples.
+        request_id: the request's id, which is also the `request_id` of the samples.
         prompt: the prompt's text; None if the prompt was not given as text.
         group: the group with the tokens received so far; None for a future that an `LLM` returns.
     """
@@ -74,8 +74,7 @@ class RequestFuture(asyncio.Future[Any]):
             DeadlineError: the samples did not finish within `timeout_s`. The request continues.
             RolloutError: the request failed.
             asyncio.CancelledError: the future was cancelled.
-            RuntimeError, asyncio.InvalidStateError: the call would never return, because this thread runs the event loop
-                on which the samples arrive.
+            RuntimeError, asyncio.InvalidStateError: this thread runs the event loop on which the samples arrive.
         """
         if not self.done():
             if self._refuse_to_block is not None:
@@ -158,7 +157,7 @@ class RequestFuture(asyncio.Future[Any]):
         return True
 
     def _tell(self, fn: Told, loop: asyncio.AbstractEventLoop | None, context: Context | None) -> None:
-        """Call `fn(self)` on `loop` once the future has finished; if None, on the thread that finishes the future."""
+        """Once the future has finished, call `fn(self)` on `loop`; without a loop, on the thread that finishes it."""
         with self._changing:
             if not self.done():
                 self._told.append((fn, loop, context))
@@ -196,7 +195,7 @@ class Readers:
         self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def wake(self, sleeper: Sleeper) -> None:
-        """Wake the reader (event loop, future): now if the loop runs on this thread, otherwise at the next `flush`."""
+        """Wake a reader (its loop and future): now if the loop runs on this thread, otherwise at the next `flush`."""
         if asyncio._get_running_loop() is sleeper[0]:
             _wake_all([sleeper[1]])
             return
@@ -224,8 +223,7 @@ class RequestStream:
     """A stream of a group's samples: `async for delta in stream`, then `stream.results`.
 
     A stream has one reader, on any event loop. Leaving the iteration early aborts the request: at once inside
-    `contextlib.aclosing`, otherwise when Python finalises the iterator. A delta is built when it is read, on the reader's
-    thread.
+    `contextlib.aclosing`, otherwise when Python finalises the iterator. A delta is built on the reader's thread.
 
     Args:
         future: the future of the same group.
@@ -323,7 +321,7 @@ class RequestStream:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the reader has read everything. While it has not, new tokens may be collected and delivered together."""
+        """Whether the reader has read all delivered tokens. If not, new tokens may be held back for a while."""
         return not self._waiting and not self._closed
 
     def take(self, delta: SampleDelta, ended: DynamicInferenceRequest | None = None) -> None:

@@ -1,6 +1,6 @@
 """The client side of one group: the tokens received for its samples, and the requests built from the tokens.
 
-Every sample of the group is open, finished, or not wanted. A finished sample receives no more tokens.
+Every sample of the group is open, finished, or excluded by `want_only`. A finished sample receives no more tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class OpenGroup:
     images: ImageInputs | None = None
     """The tensors of the prompt's images; None if the prompt has no images."""
     keyed: bytes = b""
-    """The prompt's tokens as int32, with a key of the image instead of every image placeholder. Block hashes are computed
-    from them. Empty if the prompt has no images."""
+    """The prompt's tokens as int32, in which a key of the image replaces every image placeholder. Block hashes are
+    computed from them. Empty if the prompt has no images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)
@@ -121,10 +121,10 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return all tokens received for these samples (all samples if None), for `submit(…, known=…)` in another session.
+        """Return all tokens received for these samples (all samples if None), as the `known` of a later `submit`.
 
         The list contains one stretch, or is empty if there are no tokens. Finished samples are included with their
-        outcomes, and are not computed again.
+        outcomes, so that they are not computed again.
         """
         return self._tokens.known(self._tokens.lengths if samples is None else samples)
 

@@ -52,14 +52,14 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
     """The number of seconds after which the group fails. Default: None, so no deadline while any rank is connected."""
     interval: int
-    """The number of tokens per sample between two reports. If 0, the coordinator's configured interval applies. Default: 0,
-    but 1 for streams."""
+    """The number of tokens per sample between two reports. If 0, the coordinator's configured interval applies.
+    Default: 0, but 1 for streams."""
     arrival_time: float | None
     """The time of arrival, in wall-clock seconds. Default: None, which means the current time."""
     known: Iterable[wire.Stretch]
-    """Tokens received in another session (`OpenGroup.known`), after which generation continues. Default: no tokens."""
+    """Tokens from an earlier session (`OpenGroup.known`); generation continues after them. Default: no tokens."""
     min_policy_version: int
-    """The lowest policy version with which an engine may compute the group, which waits for such an engine. Default: 0."""
+    """The lowest policy version with which an engine may compute the group; until then, the group waits. Default: 0."""
 
 
 _HINTS = get_type_hints(wire.Submit, include_extras=True)
@@ -104,8 +104,7 @@ SMALLER = "let the processor make smaller images, or have every rank compute its
 
 
 Call = Future[Any]
-"""A pending call to the coordinator. Its result is a number such as evicted blocks for a control call, a table for a status
-call, and None for a barrier."""
+"""A pending call. Its result is a number such as evicted blocks (control), a table (status) or None (barrier)."""
 
 
 class ClientSession:
@@ -158,12 +157,12 @@ class ClientSession:
         known: Iterable[wire.Stretch] = (),
         min_policy_version: int = 0,
     ) -> OpenGroup:
-        """Submit a group and return it, still without new tokens.
+        """Submit a group and return the `OpenGroup`, which has received no new tokens yet.
 
         Args:
             prompt: text, token ids in [0, 2**31), or the processor's result for one prompt with images.
             params: the sampling parameters of the group.
-            wanted: indices of the samples to compute; if None, all samples that are not finished in `known`.
+            wanted: indices of the samples to compute; if None, all samples that `known` does not report as finished.
             priority, timeout_s, interval, arrival_time, known, min_policy_version: see `RequestOptions`.
 
         Raises:
@@ -242,7 +241,7 @@ class ClientSession:
         return call
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that this member's collective call at barrier `index` failed. The arrival stays registered."""
+        """Report that this member's collective call at barrier `index` failed. Its arrival there stays registered."""
         self._refuse_when_lost()
         self._send(wire.Barrier(index, GIVEN_UP, 0))
 
@@ -371,7 +370,7 @@ def _finish(call: Call, error: RolloutError | None, value: Any = None) -> None:
 
 
 def exception_named(name: str, text: str, request_id: int | None = None, engines: tuple[str, ...] = ()) -> RolloutError:
-    """Build the exception that a message names. An unknown name becomes a `RequestError` or a `ControlError`.
+    """Build the exception that the coordinator reports. An unknown `name` becomes a `RequestError` or a `ControlError`.
 
     Args:
         name: name of a class in `rollout.errors`.

@@ -30,8 +30,8 @@ class TextDelta:
     policy_versions: list[int]
     """The policy version of the weights that sampled each token."""
     top_log_probs: TopN | None = None
-    """The (token id, log-prob) pairs of the most probable tokens at each new token's position, best first; None unless
-    `params.logprobs` is at least 1."""
+    """The most probable (token id, log-prob) pairs per position, best first; None unless `params.logprobs` is at least
+    1."""
     restarted: bool = False
     """Whether the sample was restarted, so that the reader must discard its earlier text and tokens."""
     finish_reason: str | None = None
@@ -45,7 +45,8 @@ class TextDelta:
     belongs to the position from which the last new token was sampled. There may be more rows than new tokens: the first
     delta includes the prompt's rows, and in later deltas rows of recomputed KV replace earlier rows."""
     kept_tokens: list[list[int]] | None = None
-    """The token ids from which each new token was drawn; None unless `params.return_kept_tokens` is set."""
+    """The token ids that the sampling options left to draw from, one list per new token; None unless
+    `params.return_kept_tokens` is set."""
 
 
 class GroupText:
@@ -143,7 +144,8 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return what follows the emitted text in the final `text`; None if `text` does not begin with the emitted text."""
+        """Return the part of the final `text` after the emitted text, or None if it does not begin with the emitted
+        text. If there is no final text, decode the last `tokens` instead."""
         if self._text is None:
             return text or ""
         if text is not None:

@@ -135,7 +135,7 @@ def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], most: float = 0.0) -> str:
-    """Return one bar character per value, relative to the maximum of `values` and `most`; empty for fewer than 2 values."""
+    """Return a bar per value as text, scaled to the maximum of `values` and `most`; "" for fewer than 2 values."""
     most = max(most, *values) if len(values) > 1 else 0.0
     return "".join("▁▂▃▄▅▆▇█"[int(7 * value / most) if most else 0] for value in values) if len(values) > 1 else ""
 
@@ -148,7 +148,7 @@ def _seconds(found: Sequence[float]) -> str:
 
 
 def rates_of(before: Reading, after: Reading | None = None) -> dict[str, float]:
-    """Return the tokens per second of each rank that is in both readings; 0 if a rank has restarted in between."""
+    """Return the tokens per second of each rank that is in both readings; 0 for a rank that restarted between them."""
     if after is None or after.at <= before.at:
         return {}
     tokens = {rank["name"]: rank["tokens"] for rank in before.status["ranks"]}

@@ -106,8 +106,7 @@ def resolved(host: str) -> str:
 
 
 TURN_S = 0.005
-"""Seconds for which a turn receives messages. It is short so that outgoing messages, which the turn sends afterwards, do not
-wait long."""
+"""Seconds for which a turn receives messages. It is short, because the turn sends outgoing messages only afterwards."""
 MAX_FRAMES_PER_MESSAGE = 512
 """The maximum number of frames per ZMQ message. A longer message is rejected without being decoded. Libzmq takes one message
 per peer in turn, so a peer with long messages would get more than its share of the time."""
@@ -395,7 +394,7 @@ class DataParallelInferenceCoordinator:
         return placements[0].rank if placements else None
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the same block hashes of a prompt that ranks compute, or an empty list if prefix caching is off.
+        """Return the block hashes that a rank would compute for a prompt, or an empty list if prefix caching is off.
 
         Raises:
             InvalidRequestError: the text cannot be tokenised, or no tokenizer is configured.

@@ -1,8 +1,8 @@
 """The collective calls of the ranks. The coordinator's barriers synchronise them, even if a rank is disconnected for a time.
 
-Every rank counts the collective calls that it has completed. The count is the number of the next call's barrier. It is also
-published in the store. A rank that was disconnected at the end of a call reads there that the call has finished, instead of
-waiting forever at its barrier.
+Every rank counts the collective calls that it has completed. The count is the number of the next call's barrier. It is
+also published in the job's store. A rank that was disconnected at the end of a call reads there that the call has
+finished, instead of waiting forever at its barrier.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CollectiveCalls:
         self._timeout_s = member.engine.config.advanced.control_timeout_s
         self._gathered = 0
         self._ended = 0
-        """The number of completed calls."""
+        """The number of collective calls that this rank has completed."""
         self._barrier: Future[None] | None = None
         """A future that is done when the current call's barrier was passed; None before this rank has arrived there."""
         self._finishing = False
@@ -115,7 +115,8 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """Report that `generate` failed on this rank. Its arrival at the barrier then matches any call of other ranks."""
+        """Report that `generate` failed on this rank, so that the barrier does not compare its call with the
+        others'."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False
@@ -125,7 +126,8 @@ class CollectiveCalls:
             self._member.client.give_up_barrier(index)
 
     def recover(self, why: Exception) -> None:
-        """Reconnect after the loss `why`. In a new client session this rank must arrive at the barrier again."""
+        """Reconnect after the connection was lost with `why`. In a new session this rank must arrive at the barrier
+        again."""
         before = self._member.sessions_left
         try:
             self._member.recover(why)
@@ -140,7 +142,8 @@ class CollectiveCalls:
         return cut_off and self._world.calls_ended() > self._ended
 
     def refuse_if_ranks_are_missing(self) -> None:
-        """Raise `DeadlineError` after a long wait without events, unless a rank computes or the job is paused."""
+        """After a long wait without events, raise `DeadlineError` unless a rank computes samples or the job is
+        paused."""
         try:
             status = self._member.status()
         except (ConnectionLostError, DeadlineError):

@@ -173,7 +173,7 @@ class DataParallelBackend:
         return self._next_group_id
 
     def submit(self, group_id: int, prompt: Prompt, params: SamplingParams, metadata: Any) -> None:
-        """Submit a group to the coordinator."""
+        """Submit a group to the coordinator under the id `group_id`; `metadata` is copied to its samples."""
         tokens = self._engine.check_request(prompt, params)
         if params.seed is None:
             params = params.replace(seed=stream_key(self._base_seed, group_id))
@@ -185,7 +185,7 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Submit the saved samples of unfinished groups. The samples continue after their last token."""
+        """Submit the unfinished groups' samples from `records`. They continue after their last recorded token."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -311,7 +311,7 @@ class DataParallelBackend:
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:
-        """Return whether every rank has finished its groups. Until then this rank computes samples of other ranks."""
+        """Return whether all ranks have finished their groups. Until then this rank computes samples for the others."""
         return self._calls.try_finish()
 
     def barrier(self, what: str) -> None:

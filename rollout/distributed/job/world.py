@@ -75,7 +75,7 @@ class World:
         return replace(self, rank=ranks.index(self.rank), size=len(ranks), prefix=f"{self.prefix}/{name}")
 
     def leaders(self, leader: int) -> list[int]:
-        """Publish the leader of this rank's group; return all groups' leaders in rank order. All ranks must call this."""
+        """Publish the leader (first rank) of this rank's group; return all leaders in order. Call it on all ranks."""
         self.publish(f"leader/{self.rank}", str(leader).encode())
         return sorted({int(self.wait_for(f"leader/{rank}", HOSTS_TIMEOUT_S)) for rank in range(self.size)})
 

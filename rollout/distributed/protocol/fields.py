@@ -17,16 +17,16 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 SET_VERSION = "set_version"
 """The control call that sets the policy version. The argument is the version. The call is not a lifecycle signal."""
 GIVEN_UP = "given up"
-"""The `Barrier.what` of a member whose collective call raised an exception. The arrival then matches any call."""
+"""The `Barrier.what` of a member whose collective call failed, so that it is not compared with other members' calls."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
-"""The control call that evicts all cached blocks that no request uses from every engine, in any state."""
+"""The control call that evicts all cached blocks without a request from every engine, whatever the engine's state."""
 LOAD_WEIGHTS = "load_weights"
-"""The control call that loads weights into every engine, in any state. The argument is the folder."""
+"""The control call that loads weights into every engine, whatever the engine's state. The argument is the folder."""
 LOAD_ADAPTER = "load_adapter"
-"""The control call that loads a LoRA adapter into every engine, in any state. The argument is `NAME=FOLDER`."""
+"""The control call that loads a LoRA adapter into every engine, whatever its state. The argument is `NAME=FOLDER`."""
 UNLOAD_ADAPTER = "unload_adapter"
-"""The control call that unloads a LoRA adapter from every engine, in any state. Requests that use the adapter fail. The
-argument is the adapter's name."""
+"""The control call that unloads a LoRA adapter from every engine, whatever its state. Requests that use the adapter
+fail. The argument is the adapter's name."""
 UPKEEP = (FLUSH_PREFIX_CACHE, LOAD_WEIGHTS, LOAD_ADAPTER, UNLOAD_ADAPTER)
 """The control calls that change neither an engine's state nor the policy version."""
 Check = Callable[[Any], bool]
@@ -139,7 +139,7 @@ Priority = Annotated[
 
 
 class LostFramesError(SerializationError):
-    """A frame or token arrived out of sequence, because earlier frames or tokens were lost with a connection."""
+    """Raised for a frame or token out of sequence, which means that earlier ones were lost with a connection."""
 
 
 class Message:

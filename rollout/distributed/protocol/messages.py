@@ -54,8 +54,8 @@ class Submit(Message):
     images: wire.Blob = b""
     """The tensors of the prompt's images by name, as msgpack. It is empty if the prompt has no images."""
     keyed: wire.Tokens = b""
-    """The prompt's tokens, with a key of the image instead of every image placeholder. Block hashes are computed from them.
-    If empty, block hashes are computed from `prompt`, or not at all if the prompt has images."""
+    """The prompt's tokens, in which a key of the image replaces every image placeholder. Block hashes are computed from
+    them. If empty, block hashes are computed from `prompt`, or not at all if the prompt has images."""
 
 
 @message(21, "coordinator → client")
@@ -88,7 +88,7 @@ class Assign(Message):
     interval: wire.Count
     """The number of tokens per sample between two reports."""
     known: Stretches
-    """The samples' tokens computed so far by other ranks or in another session. Generation continues after them."""
+    """The samples' tokens that other ranks or earlier sessions have generated. Generation continues after them."""
     images: wire.Blob = b""
     """The tensors of the prompt's images, encoded as in `Submit`."""
 

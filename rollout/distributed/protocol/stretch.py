@@ -51,7 +51,7 @@ class Stretch:
     log_probs: LogProbs
     """The log-probs of the tokens in `token_ids`, as float32."""
     versions: Versions
-    """One list per sample: the prompt's policy version, then version and length of each run of tokens of one version."""
+    """One flat list per sample: the prompt's policy version, then version and length of each run of equal versions."""
     columns: Columns = field(default_factory=dict)
     """The optional `SampleDelta` fields that at least one sample has: name → list with a value or None per sample."""
 
@@ -166,7 +166,7 @@ class Stretch:
 
     @property
     def buffer_bytes(self) -> int:
-        """The size of tokens, log-probs and optional values of type bytes or text, in bytes."""
+        """The total size, in bytes, of the tokens, the log-probs, and the optional values that are bytes or text."""
         size = len(self.token_ids) + len(self.log_probs)
         for values in self.columns.values():
             for value in values:
@@ -186,8 +186,8 @@ def _check_length(name: str, values: list[Any], samples: int) -> None:
 
 
 ENTRIES_TOGETHER = 64
-"""The average number of deltas per sample at which they are joined. A streamed sample receives one delta per token, and
-every delta object costs memory."""
+"""The average number of deltas per sample at which a `PartialGroup` joins each sample's deltas into one. A streamed
+sample receives one delta per token, and every delta object costs memory."""
 
 
 class PartialGroup:
@@ -270,5 +270,5 @@ def oldest_version(deltas: Iterable[SampleDelta]) -> int | None:
 
 
 def stretch_of(record: DynamicInferenceRequestRecord) -> Stretch:
-    """Return all tokens so far of an unfinished sample's record, for the rank that continues the sample."""
+    """Return all tokens in the record of an unfinished sample as a stretch, for the rank that continues the sample."""
     return Stretch.of(0, 0, [growth(record, 0, 0)])

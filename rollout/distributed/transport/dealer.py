@@ -2,9 +2,9 @@
 
 - `on_lost` is called at most once per connection, and no message is delivered after it.
 - A sent message reaches ZMQ in the loop's next iteration.
-- The queue of unsent frames is unbounded but stays small. The coordinator limits each client's requests. A coordinator that
-  stops reading also sends no heartbeats, so the connection is soon lost and the queue dropped.
-- Every method must be called on the thread of the event loop on which `open` was called.
+- The queue of unsent frames is unbounded but stays small, because the coordinator limits each client's requests. If the
+  coordinator stops reading, its heartbeats stop too, so the connection is soon lost and the queue dropped.
+- Call every method on the thread of the event loop that ran `open`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollout.distributed.transport.keys import JobKeys
 
 MAX_IDENTITY_BYTES = 200
-"""The maximum length, in bytes, of the name within a ZMQ identity. ZMQ limits the whole identity to 255 bytes."""
+"""The maximum length of `identity_name`, in bytes. It is part of the ZMQ identity, which is limited to 255 bytes."""
 TURNS_AT_ONCE = 200
 """The number of messages per direction that are handled before the event loop's other callbacks may run."""
 FRAMES_TOGETHER = 128
@@ -173,7 +173,7 @@ class Dealer:
     def _settle(self) -> bool:
         """Send and receive until neither is possible, and return True; return False after `TURNS_AT_ONCE` messages.
 
-        EVENTS is read again after each message, because a send or receive may consume the descriptor's pending event.
+        The flags EVENTS are read after each message, because a send or receive may consume the descriptor's event.
         """
         for _ in range(TURNS_AT_ONCE):
             if self._socket is None:

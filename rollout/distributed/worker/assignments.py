@@ -13,7 +13,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 Key = tuple[int, int]
 """The key of a sample: (engine request id, sample index)."""
 Known = tuple[int, int, int]
-"""The part of a sample that the coordinator already has: (token count, policy version of the prompt, event count)."""
+"""The part of a sample that the coordinator already has: (token count, prompt's policy version, number of events)."""
 UNKNOWN: Known = (0, 0, 0)
 
 
@@ -33,7 +33,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """The samples with the same reporting interval. It is measured in steps: a step adds at most one token to a sample."""
+    """The samples with one reporting interval, measured in steps, each of which adds at most one token per sample."""
 
     steps: int = 0
     """The number of steps since the last report."""
@@ -121,7 +121,7 @@ class Assignments:
         return grown
 
     def stretch(self, number: int, deltas: list[SampleDelta]) -> Stretch:
-        """Return the deltas of an assignment's samples as a stretch. Count their tokens as sent; remove finished samples.
+        """Collect an assignment's `deltas` (new tokens) in a `Stretch`. Count them as sent; remove finished samples.
 
         Args:
             number: engine request id of the assignment.

@@ -7,8 +7,7 @@ The caller must hold the engine at a step boundary (`DynamicInferenceEngine.lock
 - The engine's state and policy version are sent (`EngineMoved`, `CommandAck`) before any token computed under them.
 - The coordinator pauses or suspends the engine through the hold `COORDINATOR`; the engine stays paused while it has a hold.
   After the session has ended, this hold remains until the next session replaces it.
-- Each assignment has its own engine request id, so results of an older attempt are never mistaken for those of a newer
-  attempt.
+- Each assignment has its own engine request id, so an older attempt's results are never taken for a newer one's.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class RankSession:
     Args:
         engine: the engine; its methods are called only at step boundaries.
         send: a function that sends a message to the coordinator; it is called with the messages in order.
-        follows_version: whether to set the engine to the policy version in `RegisterAck`. If False, the training loop sets
-            the engine's version.
+        follows_version: whether to set the engine to the policy version in `RegisterAck`. If False, the training loop
+            sets the engine's version.
         idle: a function that returns whether this rank is idle, which means that no thread steps the engine.
 
     Attributes:
@@ -281,7 +280,8 @@ class RankSession:
             self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's version, idleness or stable state changed without a coordinator request."""
+        """Send `EngineMoved` if the engine's state, version or idleness was not reported yet. Skip transitional
+        states."""
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._sent_state and self._idle() is self._sent_idle
         if self.entered and not same and now[0] in STABLE_ENGINE_STATES:

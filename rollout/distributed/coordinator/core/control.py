@@ -39,8 +39,7 @@ class ControlPlane:
 
     Args:
         peers: the connected clients and ranks.
-        on_stopped: called when every engine has stopped or the deadline of STOP has passed, just before the reply is sent to
-            the client that requested STOP.
+        on_stopped: called when every engine has stopped or the deadline of STOP has passed, before the client is told.
     """
 
     def __init__(self, peers: Peers, on_stopped: Callable[[], None]) -> None:
@@ -114,7 +113,7 @@ class ControlPlane:
         self._settle(message.command_id)
 
     def lost(self, identity: bytes) -> None:
-        """Stop waiting for a lost engine, and drop the calls of a lost client. A STOP continues without its client."""
+        """Handle the loss of a peer: stop waiting for an engine's answers; drop a client's calls, except a STOP."""
         for command_id, call in list(self._calls.items()):
             if call.client == identity and call.signal != ControlSignal.STOP:
                 del self._calls[command_id]
@@ -175,7 +174,7 @@ class Barriers:
         """The highest barrier at which every member has arrived."""
 
     def joined(self, client: ClientPeer) -> None:
-        """Add a member that has connected. Its next barrier is the first barrier that was not passed yet."""
+        """Add a member that has connected. Its next barrier is the first barrier that not all members have reached."""
         client.barrier = client.answered = self.passed
         self._departed.discard(_place(client))
         self._awaited_until.pop(_place(client), None)

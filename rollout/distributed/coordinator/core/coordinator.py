@@ -132,7 +132,7 @@ class CoordinatorCore:
                 return
 
     def unreadable(self, identity: bytes, text: str) -> None:
-        """Reject a frame that cannot be decoded, with a reason. The peer's session continues."""
+        """Reject a frame that cannot be decoded, with the reason `text`. The peer's session continues."""
         peer = self.peers.get(identity)
         if peer is not None:
             peer.frames.skip()

@@ -1,6 +1,6 @@
 """The assignment of queued samples to ranks: queue order, routing, requeueing of a lost rank's samples. No I/O, no clock.
 
-- An open sample is queued or in exactly one assignment. An attempt number is used once.
+- An open sample is queued or in exactly one assignment. Every assignment has a new attempt number.
 - A rank never receives a request that needs newer weights than the rank has.
 - While a member catches up with the other members, ranks with newer weights than the member's do not compute its requests.
 
@@ -33,8 +33,8 @@ MAX_HASHES = 1 << 16
 first hashes of a prompt matter most for routing."""
 HASH_BYTES = 8
 AWAY_INTERVALS = 2
-"""The grace period, in heartbeat intervals, after which a rank that is idle or has older weights while others compute is
-*away*. In deterministic mode the grace period is `heartbeat_timeout_s` instead."""
+"""The grace period, in heartbeat intervals. A rank that is idle or has older weights for longer, while others compute,
+is *away*: its work moves to other ranks. In deterministic mode the grace period is `heartbeat_timeout_s` instead."""
 
 
 class ScheduleRecord(NamedTuple):
@@ -221,7 +221,8 @@ class Dispatcher:
                 break
 
     def _placements(self, request: OpenRequest, samples: int) -> list[Placement]:
-        """Return the ranks for `samples` samples of a request, as placements; empty if no suitable rank has room."""
+        """Return on which ranks to place how many of a request's `samples` samples; empty if no suitable rank has
+        room."""
         version = request.newest_version
         useless = {rank.name for rank in self._away if rank.resting or rank.policy_version < version}
         exclude = self._unready.union(useless, self._ahead_of(request))

@@ -59,7 +59,7 @@ class Peers:
         self._put(peer, message)
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """Queue a `Refused` message for a rejected frame. For a peer without a session, the message has `over` set."""
+        """Queue a `Refused` message for a rejected frame. Its `over` is True if the peer has no session."""
         peer = self.get(identity)
         if peer is None:
             self._outbox.append((identity, 0, Refused(code, shortened(text), True)))

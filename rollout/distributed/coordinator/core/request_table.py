@@ -32,7 +32,7 @@ from rollout.errors import SerializationError
 from rollout.requests.block_hash import stream_key
 
 REQUEST_BYTES = 4096
-"""The number of bytes charged per request, in addition to its prompt, parameters, samples and tokens."""
+"""The number of bytes charged to a client per request, in addition to the prompt, parameters, samples and tokens."""
 SAMPLE_BYTES = 128
 """The number of bytes charged per sample of a request, and per sample of a stretch of known tokens."""
 
@@ -155,7 +155,7 @@ class RequestTable:
         self._new_jobs.append(job)
 
     def _done(self, job_id: int) -> tuple[OpenRequest | None, Stretch | None]:
-        """Remove a finished job; return the job's request and stretch, or (None, None) if the request is closed."""
+        """Remove a finished tokenizer job; return its entry of `texts`, or (None, None) if the request is closed."""
         request, stretch = self.texts.pop(job_id)
         request.text_jobs.pop(job_id, None)
         return (None, None) if request.closed else (request, stretch)
@@ -242,7 +242,7 @@ class RequestTable:
             self._due = min((request.deadline for request in self), default=math.inf)
 
     def look_for_ranks(self, now: float) -> None:
-        """Note since when no rank has been ready, for `give_up`. If a rank is ready, the time is reset."""
+        """Record for `give_up` the time since which no rank has been ready, or reset it if a rank is ready now."""
         ready = self._dispatcher.any_rank_ready
         self._without_rank_since = math.inf if ready else min(self._without_rank_since, now)
 

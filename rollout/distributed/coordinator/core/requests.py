@@ -19,7 +19,7 @@ from rollout.state import EngineState
 MAX_SAMPLES = 1 << 13
 """The maximum number of samples in a group. Handling a group of this size takes some tens of milliseconds."""
 MAX_KNOWN_BYTES = 16 << 20
-"""The maximum size, in bytes, of known tokens, log-probs and top-n rows in one assignment, which must fit into a frame."""
+"""The maximum size, in bytes, of the known tokens and log-probs in one assignment, which must fit into a frame."""
 NO_BARRIER = -1
 
 
@@ -70,17 +70,17 @@ class RankPeer(Peer):
     state: EngineState = EngineState.RUNNING
     policy_version: int = 0
     ready: bool = False
-    """Whether the rank has reached the state of its `RegisterAck`."""
+    """Whether the rank's engine has reached the state and policy version that the `RegisterAck` message required."""
     resting: bool = False
     """Whether the rank's engine is idle, because its training loop is outside `generate`."""
     waited_for_since: float = math.inf
-    """The time since when the rank has been idle or behind while other ranks compute; infinity if it is neither."""
+    """The time since which the rank is idle or has older weights while others compute; infinity if it is neither."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
-    """The time of the rank's last `Progress`."""
+    """The time of the rank's last `Progress` message, which reports new tokens."""
     tokens: int = 0
-    """The number of tokens that the rank has reported in this session."""
+    """The number of tokens that the rank has reported since its session began."""
     latencies: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
     """One pair (seconds to the first token, seconds per later token) per recently finished sample."""
     assignments: dict[int, Assignment] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class TextJob:
     token_ids: list[bytes] | None = None
 
     def drop(self) -> None:
-        """Cancel the job. Thread-safe."""
+        """Cancel this tokenizer job. Thread-safe."""
         self.text = self.token_ids = None
 
 
@@ -163,7 +163,7 @@ class OpenRequest:
     losses: int = 0
     """The number of ranks lost while they computed the request, since the request's last new token."""
     too_new_since: float = math.inf
-    """The time since when no rank has had suitable weights for the request; infinity if it does not wait for weights."""
+    """The time since which no rank has had suitable weights for the request; infinity if a rank has them."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
     """The pending tokenizer jobs, by id: the prompt to tokenise, or completions to detokenise."""
 
@@ -185,7 +185,7 @@ class OpenRequest:
         return ended
 
     def portions(self, samples: list[int]) -> list[list[int]]:
-        """Split `samples` into parts whose known tokens fit into one frame each."""
+        """Split the sample indices `samples` into lists, so that the known tokens of each list fit into one frame."""
         if not self.tokens.lengths:
             return [samples]
         self.tokens.compact()

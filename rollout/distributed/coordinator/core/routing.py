@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rollout.state import PrefixCachingCoordinatorPolicy
 
 LOOKAHEAD_SHARE = 8
-"""The number of slots that allow a rank one assigned sample beyond its slots. Every rank is allowed at least one."""
+"""The number of slots per extra sample: a rank may have max(1, slots // 8) assigned samples beyond its slots."""
 MAX_HASHES_PER_RANK = 1 << 18
 """The maximum number of listed block hashes per rank; the least recently used hashes are dropped."""
 
@@ -137,7 +137,7 @@ class Router:
         return tuple(self._ranks)
 
     def add_rank(self, name: str, max_requests: int) -> None:
-        """Add a rank with an empty cache."""
+        """Add a rank with `max_requests` slots and no cached blocks."""
         rank = _Rank(name, max_requests, max_requests + max(1, max_requests // LOOKAHEAD_SHARE))
         if self._deterministic:
             # Start a late rank at the load of the least loaded rank. Starting at 0, it would get all new work until its
