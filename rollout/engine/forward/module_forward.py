@@ -36,11 +36,11 @@ VERIFY_TOKENS = 12
 
 
 class ModuleForward:
-    """The module's own forward pass, with paged attention instead of the module's attention.
+    """The Hugging Face module's own forward pass, with paged attention instead of the module's attention.
 
     Args:
         vision: the model's image support, which prepares the inputs of steps with images.
-        values: the user's value function, which reads the hidden states of sampled tokens.
+        values: the collector of hidden states, from which the user's function computes values of sampled tokens.
         states: the pool of recurrent states.
         routers: the routers, whose chosen experts are recorded in the cache. If None, the choices are not recorded.
 

@@ -1,7 +1,7 @@
 """The split of a step into batches, for models with recurrent states.
 
-Recurrent layers need one row per sequence, so the packed positions of a step are split into batches [B, L]. All decodes form
-one batch, and so do all prefill chunks of equal length.
+Recurrent layers need one row per sequence, so the packed positions of a step are split into batches [B, L]. All decoding
+sequences form one batch, and so do all prefill chunks of equal length.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Family:
     dropouts: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), (), ())
     """The names of the dropout modules in the decoder, a layer, the attention and the MLP. Sampling disables them."""
     exact: bool = False
-    """Whether exact mode can compute the training forward pass of this family."""
+    """Whether exact mode (training with the engine's arithmetic) supports this family."""
 
 
 _GPT2 = Names(

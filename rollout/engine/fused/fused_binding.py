@@ -25,7 +25,7 @@ class Bound:
     """The addresses of everything in a model that the C++ forward pass reads.
 
     Args:
-        exact: whether to reject models for which exact mode has no training forward pass.
+        exact: whether to reject models that exact mode (training with the engine's arithmetic) does not support.
         states: pool of recurrent states, or None if the model has no recurrent layers or they are not supported.
 
     Attributes:

@@ -46,7 +46,7 @@ class CpuPagedAttention:
         self._rows = rows
         self._fallback = fallback
         self.tasks = 0
-        """The number of tasks of the last call. Sequences that read shared blocks together are one task."""
+        """The number of parallel tasks in the last call. Sequences that read shared blocks together are one task."""
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, **rules: Unpack[Rules]) -> Tensor:
         if self._rows.seen is not None or not serves(query, key_cache, value_cache):

@@ -143,7 +143,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
 
 
 def _processor() -> str:
-    """Return a text that identifies the processor's instruction set, all of which the compiled library may use."""
+    """Return a text that identifies the processor's instruction set, on which the compiled library depends."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

@@ -70,7 +70,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scor
 # --- plain torch ------------------------------------------------------------------------------------------------------
 
 QUERIES = 512
-"""The number of queries that plain torch computes together."""
+"""The number of queries that plain torch computes in one block."""
 
 
 def torch_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scores: Scores) -> Tensor:
@@ -218,7 +218,7 @@ def _strided(tensor: Tensor) -> _Strided:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it if its rows are not contiguous."""
+    """Return the tensor, or a contiguous copy if its rows are not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

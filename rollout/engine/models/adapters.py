@@ -198,7 +198,7 @@ class LoraAdapters:
         return len(self._loaded[name].layers)
 
     def check(self, name: str | None) -> None:
-        """Raise `InvalidRequestError` if no adapter of this name is loaded. None, for no adapter, is always valid."""
+        """Raise `InvalidRequestError` if no adapter of this name is loaded. A `name` of None is always valid."""
         if name is not None and name not in self._loaded:
             there = ", ".join(map(repr, self._loaded)) or "none"
             raise InvalidRequestError(

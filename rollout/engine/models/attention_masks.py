@@ -55,7 +55,7 @@ def window_of(function: MaskFunction, length: int, device: torch.device) -> int 
         device: device of the tensors that the mask function may use.
 
     Raises:
-        OtherMask: the mask is not a window; the message shows the first position that differs from a window.
+        OtherMask: the mask is not a causal window; the message shows the first position that differs from one.
     """
     positions = torch.arange(length, device=device)
     window = int(_seen(function, positions[-1], positions).sum())

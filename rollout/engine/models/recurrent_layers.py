@@ -13,7 +13,7 @@ from transformers import DynamicCache, cache_utils
 from rollout.engine.memory.state_pool import StateShape
 
 WITHOUT_STATE = ("mlp", "moe")
-"""The types of stateless layers whose cache entry is not a `DummyLayer`, as in transformers 5.21 and 5.22."""
+"""The types of layers that are stateless although their cache entry is not a `DummyLayer` (transformers 5.21 and 5.22)."""
 
 
 @dataclass(frozen=True)

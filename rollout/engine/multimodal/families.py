@@ -20,7 +20,7 @@ SECONDS = "second_per_grid_ts"
 
 
 class GridFamily(Family):
-    """The Muse Glimmer family: one tensor has the patches of all images (or videos), another has the size of each grid."""
+    """The Muse Glimmer family: one tensor has the patches of all images (or videos), another has each image's grid size."""
 
     types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
     images: tuple[str, ...] = (PIXELS, "image_grid_thw")

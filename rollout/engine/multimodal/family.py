@@ -133,7 +133,7 @@ class Family(ABC):
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """Return the rotary positions [3, P + 1] of P prompt tokens and the next token, or None if images change none.
+        """Return the rotary positions [3, P + 1] of P prompt tokens and the next token, or None without such positions.
 
         Args:
             tokens: token ids, int64 [P].

@@ -21,7 +21,7 @@ from rollout.requests.images import ImageInputs
 
 Embeddings = list[Tensor]
 VIDEO = 2
-"""The token type of video placeholders in the models; image placeholders have type 1."""
+"""The token type with which models mark video placeholders; image placeholders have type 1."""
 
 
 class EncodingError(Exception):

@@ -199,7 +199,7 @@ def _why(matcher: Any) -> str:
 def _lark(library: Any, constraint: StructuredOutput) -> str:
     """Return the constraint as a Lark grammar for llguidance.
 
-    The grammar switches forced tokens off, because they would allow only one tokenization of a text.
+    The grammar disables forced tokens (tokens added without sampling): they would allow only one tokenization of a text.
     """
     if constraint.json_schema is not None:
         text = f"start: {json_rule(json.loads(str(constraint.json_schema)))}"

@@ -70,7 +70,7 @@ class Sampled:
     kept_ids: Tensor | None = None
     """[K] int32, the tokens that could be drawn in rows that request them, row by row, ascending; None if no row does."""
     kept_counts: Tensor | None = None
-    """[R] int64, the number of `kept_ids` of each row."""
+    """[R] int64, the number of `kept_ids` of each row; None without `kept_ids`."""
 
 
 @torch.no_grad()
@@ -339,7 +339,7 @@ def _leading(scores: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, width: 
 
 
 def _leading_count(negated: Tensor, peak: Tensor, top_k: Tensor, top_p: Tensor, scratch: Scratch) -> Tensor:
-    """Return the number of tokens to keep in each row, int64 [L, 1].
+    """Return the number of tokens that top_k and top_p keep in each row, int64 [L, 1].
 
     Args:
         negated: [L, width], the largest scores of each row, negated, in ascending order.

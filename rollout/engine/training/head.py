@@ -121,7 +121,7 @@ class LogitReader:
         return [each + start.to(each) if each.is_floating_point() else each for each in values]
 
     def _forward(self, asked: _Asked, post: _Post) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Run the forward pass.
+        """Run the forward pass, and read the numbers in `asked` from its logits.
 
         Returns:
             The row of the head's output that the model received, the values read, and the model's logits for the row. The

@@ -1,4 +1,4 @@
-"""The differentiable operations of exact mode, which are the single operations of the fused forward pass.
+"""The differentiable operations of exact mode, one for each operation of the fused forward pass.
 
 They call the same C++ functions as the fused forward pass, and return the same bits. Their backward passes use torch, so
 gradients differ from plain torch's by rounding only. Each operation can be differentiated once. All tensors are on the CPU
