@@ -194,7 +194,7 @@ def _memory(
     longest: int,
     routers: Routers | None,
 ) -> tuple[KVCache, StatePool, DynamicInferenceContext]:
-    """Build the KV cache, the pool of recurrent states, and the context that schedules over both.
+    """Build the KV cache, the pool of recurrent states, and the context that manages both.
 
     Raises:
         UnsupportedModelError: the model combines recurrent layers with an unsupported feature.

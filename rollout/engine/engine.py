@@ -57,7 +57,7 @@ class DynamicInferenceEngine:
 
     Args:
         model: the `PreTrainedModel` that the optimizer updates. It may be wrapped in DDP or torch.compile, or sharded by
-            FSDP2 (then every rank builds its engine at the same time). It is called, never changed, and copied only
+            FSDP2 (then all ranks must build their engines together). It is called, never changed, and copied only
             if `inference_dtype` or `inference_device` is set.
         tokenizer: the model's tokenizer. If None, prompts must be token ids, and the engine produces no text.
         config: the engine's options. If None, all options have their defaults.
@@ -266,7 +266,7 @@ class DynamicInferenceEngine:
         also returns this call's requests.
 
         Returns:
-            One merged request per sample, in the order of the prompts, samples next to each other.
+            One request per sample, with its record's segments merged, in the order of the prompts and then of the samples.
 
         Raises:
             InvalidRequestError: a prompt can never be served; no prompt of this call was queued.
@@ -359,7 +359,7 @@ class DynamicInferenceEngine:
         return self.context.scheduler.num_active, self.context.scheduler.num_waiting
 
     def wait_until(self, state: EngineState, timeout_s: float | None = None) -> None:
-        """Block until the engine is in `state`, which must be a stable state.
+        """Block until the engine is in `state`, which must be a stable state (one of `STABLE_ENGINE_STATES`).
 
         Args:
             state: the state to wait for.

@@ -136,14 +136,14 @@ class GraphedDecode:
         module_epoch: int,
         rotary: NDArray[np.int64] | None = None,
     ) -> Tensor | None:
-        """Run one decode step as a graph, which writes keys and values into the cache. Call it in `Installation.inference`.
+        """Run one decode step as a graph, which writes K and V into the cache. Call it inside `Installation.inference`.
 
         Args:
             ids: token ids of the P packed positions, [P].
             rows: the P positions and their block tables.
             keep: indices of the packed positions to compute logits for.
             module_epoch: number that changes whenever the trainer may have modified the module.
-            rotary: see `DecodeState.send`.
+            rotary: rotary positions; see `DecodeState.send`.
 
         Returns:
             Logits [len(keep), vocabulary size], valid until the next call; None if the module must run this step itself.

@@ -142,7 +142,7 @@ class Arena:
     """Device memory for one list of tensors at a time, in ranges of addresses that stay reserved.
 
     Always true: memory is mapped to the start of each range, and belongs to the tensors that `allocate` returned last. These
-    must not be used after `release`.
+    tensors must not be used after `release`.
     """
 
     def __init__(self, memory: CudaVirtualMemory) -> None:
@@ -182,7 +182,7 @@ def _free_all(memory: CudaVirtualMemory, ranges: list[_Range]) -> None:
 
 
 class _Range:
-    """A range of reserved addresses, to whose start memory can be mapped.
+    """A range of reserved addresses. Memory can be mapped to the start of the range.
 
     Attributes:
         mapped: number of bytes backed by memory, from the start of the range.

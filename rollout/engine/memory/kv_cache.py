@@ -54,7 +54,7 @@ class KVCache(BlockPool):
     Args:
         layers: shapes of each attention layer's K and V.
         dtype: dtype of K and V.
-        memory: see `BlockPool`.
+        memory: functions that allocate and release the device memory.
         routes: shape of the expert routes to store next to K and V; None if no routes are stored.
 
     Attributes:

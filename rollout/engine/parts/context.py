@@ -68,9 +68,9 @@ class DynamicInferenceContext:
         headroom: the number of device bytes that the pool leaves free for a step.
         to_come: function that returns the number of bytes that CUDA graphs will take. These bytes are also left free, unless
             the pool would shrink to half of its configured size or less.
-        may_shrink: whether `resume` may make the pool smaller. False in tensor-parallel groups: their pools have one size.
-        kept: what every suspend since the caller last set this attribute has kept of the KV cache: `KEPT_ALL`, `KEPT_HELD`
-            (only blocks that requests hold) or `KEPT_NOTHING`.
+        may_shrink: whether `resume` may make the pool smaller. False in tensor-parallel groups, whose pools must be equal.
+        kept: the part of the KV cache that every suspend has kept since the caller last set this attribute: `KEPT_ALL`,
+            `KEPT_HELD` (only blocks that requests hold) or `KEPT_NOTHING`.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class DynamicInferenceContext:
 def state_slots(config: InferenceConfig, shapes: Sequence[StateShape], device: torch.device) -> int:
     """Return the number of slots in the pool of recurrent states: by default two per running sequence.
 
-    One is for the sequence's state, one for a snapshot in the prefix cache. All take at most half of the KV memory budget.
+    One holds the sequence's state, one a snapshot in the prefix cache. All slots take at most half the KV memory budget.
 
     Raises:
         ConfigError: half of the memory budget is too small for a single slot.

@@ -67,7 +67,7 @@ class EngineControl:
         self._signal(ControlSignal.UNPAUSE, lambda: self._mark_active(Status.ACTIVE_AND_GENERATING_TOKENS))
 
     def suspend(self, mode: Mode = None, *, keep_prefix_cache: bool = True) -> MemoryMove:
-        """Keep, offload or drop the KV cache on the device, according to `mode`.
+        """Keep, offload or drop the KV cache on the device, according to `mode`. Return what was copied or dropped.
 
         Args:
             mode: the KV cache mode. If None, the mode in the configuration applies.

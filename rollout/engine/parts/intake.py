@@ -218,7 +218,7 @@ class Intake:
         metadata: Any = None,
         arrival_time: float | None = None,
     ) -> Sample:
-        """Build the samples `indices` of a new request. Return the first one, whose `siblings` are the other samples.
+        """Build the samples with these `indices` of a new request. Return the first one; its `siblings` are the others.
 
         Raises:
             InvalidRequestError: the request can never be served.

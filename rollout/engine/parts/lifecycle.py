@@ -82,7 +82,7 @@ class Lifecycle:
         self._move(EngineState.STOPPED)
 
     def wait_until(self, state: EngineState, timeout_s: float) -> None:
-        """Block until the engine is in `state`, which must be a stable state.
+        """Block until the engine is in `state`, which must be a stable state (one of `STABLE_ENGINE_STATES`).
 
         Raises:
             ValueError: `state` is transient.

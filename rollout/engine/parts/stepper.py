@@ -1,7 +1,7 @@
 """One engine step: read the model's adapters and forward settings, schedule, execute, update.
 
 An exception in a step fails the requests of that step. The engine stops for good, and every unfinished request fails, after
-`MAX_FAILED_STEPS` failed steps in a row, or when contact to a rank that computes together with this one is lost.
+`MAX_FAILED_STEPS` failed steps in a row, or when contact with a rank that computes together with this one is lost.
 """
 
 from __future__ import annotations

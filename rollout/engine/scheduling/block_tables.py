@@ -207,7 +207,7 @@ class BlockTables:
     def cut(self, sequence: Sequence, count: int) -> int:
         """Return the length of a sequence's next prompt chunk.
 
-        It is `count`, or less if the chunk must stop at a block boundary, where a snapshot of the states is then kept.
+        It is `count`, or less if the chunk must stop at a block boundary so that the recurrent state there can be saved.
         """
         start, boundary = self.table.computed.item(sequence.row), self._boundary(sequence)
         pauses = sequence.pauses_for_snapshot and start < boundary < start + count

@@ -54,7 +54,7 @@ class StepResults:
     def _apply_run(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Append the tokens of a run of decode steps, except tokens that a row got after it had finished.
 
-        The tokens get times (the first step started at `since`) as if all steps took equally long.
+        The time of each token is computed as if the run had started at `since` and all its steps took equally long.
         """
         table, rows, steps, ended = self._queues.table, step.rows, sampled.steps, list[Sequence]()
         times = np.linspace(since, self._queues.clock(), steps + 1)[1:]
@@ -212,7 +212,7 @@ class StepResults:
         return None
 
     def _end_prompt(self, leader: Sequence, ended: list[Sequence]) -> None:
-        """Fork the samples of a computed prompt and start decoding. Add samples that may generate no tokens to `ended`."""
+        """Share a leader's computed prompt with its siblings, then start decoding or finish (into `ended`) each sample."""
         queues, table = self._queues, self._queues.table
         group = [leader, *leader.siblings]
         discard(queues.prefilling, leader)

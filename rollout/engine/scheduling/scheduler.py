@@ -117,7 +117,7 @@ class Scheduler(Queues):
             )
 
     def blocks_needed(self, prompt: int, length: int) -> int:
-        """Return the number of blocks that hold the KV of a sequence of `length` tokens, including its prompt's tokens."""
+        """Return how many blocks hold the KV of a sequence of `length` tokens, including `prompt` prompt tokens."""
         return blocks_for(prompt, length, self.allocator.block_size)
 
     def remove(self, keys: Callable[[tuple[int, int]], bool]) -> list[Sequence]:
