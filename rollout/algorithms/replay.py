@@ -4,7 +4,7 @@ Truncated sampling renormalises over sets of tokens that the trainer does not ha
 to sampler probability is the total probability of the kept tokens, and its product over a completion shrinks with the
 length. DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556, section 3.1 ("Keep Sampling Mask").
 
-Always true: for a token with a set, only the logits of the set are read. Other memory is a few numbers per kept token.
+Always true: for a token with a set, only the logits of the set are read, and a few numbers per id in it are stored.
 """
 
 from __future__ import annotations

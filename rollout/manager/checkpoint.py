@@ -43,7 +43,7 @@ class Checkpoints:
 
         Raises:
             EngineStateError: this manager already has requests in flight.
-            ConfigError: this manager's policy version is later, or the state belongs to another model or journal file.
+            ConfigError: this manager's policy version is later, the model is another, or the journal has no such checkpoint.
             SerializationError: `state` is not a saved state, has another format, or is damaged; the message names the field.
             InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
         """
@@ -86,7 +86,7 @@ def load(state: Any, rounds: Rounds) -> int:
 
     Raises:
         SerializationError: `state` is not a saved state, or it has another format. The message names the field.
-        ConfigError: the state belongs to another model, the engine's version is later, or the journal lacks the checkpoint.
+        ConfigError: the engine's policy version is later, the model is another, or the journal has no such checkpoint.
         InvalidRequestError: a request does not fit this engine, for example because the KV pool is smaller.
     """
     loaded, engine, backend, journal = _decode(state), rounds.engine, rounds.backend, rounds.loop.journal
@@ -118,7 +118,7 @@ def load(state: Any, rounds: Rounds) -> int:
 def _finish(
     finished: list[DynamicInferenceRequest], unfinished: list[DynamicInferenceRequestRecord], journal: GroupJournal
 ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequestRecord]]:
-    """Return (finished samples, records of unfinished samples). A group that the journal file contains is finished."""
+    """Return (finished samples, records of unfinished samples). A group that the journal on disk contains is finished."""
     ended: dict[int, list[DynamicInferenceRequest]] = {}
     for group_id, first in {record[0].request_id: record[0] for record in unfinished}.items():
         tokens = first.prompt_tokens[: first.original_prompt_length]

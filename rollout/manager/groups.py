@@ -1,4 +1,4 @@
-"""The groups of a training loop, from submission to return, and the journal (the file of finished groups).
+"""The groups of a training loop, from submission to return, and their journal (the finished groups on disk).
 
 Always true: from `add` to `drop` a group is either *unfinished* or *complete*. It is returned once, with all its samples.
 Results for an aborted or already returned group are rejected.
@@ -29,7 +29,7 @@ class Group:
     prompt: Hashable
     """The prompt's key in the `LengthBook`, which averages completion lengths; 0 after a restart."""
     key: bytes
-    """The group's key in the journal, the file of finished groups; empty without a journal."""
+    """The group's key in the journal, which stores finished groups on disk; empty without a journal."""
     results: dict[int, DynamicInferenceRequest] = field(default_factory=dict)
     """Sample index → finished sample."""
 
@@ -104,7 +104,7 @@ Samples = list[DynamicInferenceRequest]
 
 
 class GroupJournal:
-    """The journal of finished groups, which also returns them after a restart.
+    """The journal of finished groups: it stores them on disk, and after a restart returns them instead of sampling again.
 
     Always true: a finished group is appended once, as a whole. If the write fails, the next `write` tries again, unless a
     checkpoint has saved the group meanwhile. A group with a failed sample is not appended. After a restart each group is
@@ -125,13 +125,13 @@ class GroupJournal:
         self._by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
 
     def key(self, prompt: Any, params: SamplingParams, metadata: Any) -> bytes:
-        """Return the group's key in the journal file, computed by `key_of`; without a journal, return an empty key."""
+        """Return the group's key in the journal, computed by `key_of`; without a journal, return an empty key."""
         return b"" if self._journal is None else key_of(prompt, params, metadata)
 
     # --- writing to the journal ---------------------------------------------------------------------------------
 
     def write(self, results: Iterable[DynamicInferenceRequest], groups: GroupLedger) -> None:
-        """Append the groups completed by `results` to the journal file. After a `JournalError` the next call retries."""
+        """Append the groups completed by `results` to the journal on disk. After a `JournalError` the next call retries."""
         if self._journal is None:
             return
         for group_id in dict.fromkeys(result.request_id for result in results):

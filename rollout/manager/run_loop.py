@@ -30,7 +30,7 @@ PATIENCE_S = 0.1
 BAR_AFTER_S = 2.0
 """Seconds after which a call with `progress=None` shows a progress bar."""
 NEWEST_SHARE = 0.5
-"""The weight of the newest length in a prompt's running mean, because lengths change with the policy."""
+"""The weight of the newest length in a prompt's running mean; large, because lengths change as the policy changes."""
 
 
 class LengthBook:
@@ -213,7 +213,7 @@ class RunLoop:
         """Record queued prompts, whose groups have the ids `first`, `first + 1`, …"""
 
     def book(self, samples: Iterable[DynamicInferenceRequest]) -> None:
-        """Record samples that were not generated now, because the journal file already contained them."""
+        """Record samples that were not generated now, because the journal of an earlier run already contained them."""
         for sample in samples:
             self.groups.take(sample)
 

@@ -89,7 +89,7 @@ class ScoredGoal:
     most: int
     reward: Reward
     keep: Callable[[Sequence[ScoredSample]], bool] | None
-    """A function that returns whether a group is worth training on. If None, every group is."""
+    """A function that returns whether a group is worth training on. None accepts every group."""
     discards_left: float
     """The number of groups that may still be discarded; once it is 0, every group is kept."""
     discard: Callable[[list[float | None]], None]

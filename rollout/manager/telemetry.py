@@ -240,7 +240,7 @@ class RolloutMetrics(MetricsRecorder):
                 return
 
     def batch(self, batch: RolloutBatch) -> None:
-        """Record the staleness of a returned batch."""
+        """Record the staleness of the tokens in a batch that is returned to the caller."""
         real = batch.attention_mask.bool()
         sampled = real & (batch.position_ids >= batch.prompt_lengths[:, None])
         self.observe("rollout/policy_staleness", batch.policy_staleness[sampled])

@@ -52,7 +52,7 @@ class Updates:
             return self._rounds.suspend(SUSPEND, mode, keep_prefix_cache=keep_prefix_cache)
 
     def resume(self) -> MemoryMove:
-        """Restore the KV cache and allow generation again, also after `pause`. This has no effect on a running engine."""
+        """Restore the KV cache and allow generation again, even after `pause`. This has no effect on a running engine."""
         with self._together("resume"):
             return self._rounds.release(SUSPEND, PAUSE, UPDATE, DIRECT)
 

@@ -207,7 +207,7 @@ class EngineLog:
         self.controls.append(Span("engine", name, now, now, args))
 
     def control(self, name: str, start: float, state: str, **args: Any) -> None:
-        """Record a finished control call that began at `start`; the engine is now in `state`."""
+        """Record a control call (such as pause) that began at `start` and has finished, with the engine in `state`."""
         now = self.clock()
         self.controls.append(Span("engine", name, start, now, args))
         self.states.append((now, state))

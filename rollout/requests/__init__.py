@@ -1,1 +1,1 @@
-"""A request, its record of segments, events, version spans, block hashes and codecs."""
+"""Requests: their fields, segments, events, policy versions, block hashes and serialisation."""

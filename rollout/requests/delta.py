@@ -182,7 +182,7 @@ class SampleDelta:
         """Build the request that continues the sample after the tokens of this delta, which must start at token 0.
 
         Raises:
-            SerializationError: a column is malformed, or a requested column has no entry for some token.
+            SerializationError: an optional field is malformed, or a requested field has no entry for some token.
         """
         count, top_n = self.count, self.top_n_rows()
         if params.logprobs and len(top_n) != count:
@@ -256,7 +256,7 @@ class DeltaJoin:
             self._columns.setdefault(name, []).append(value)
 
     def add_delta(self, delta: SampleDelta) -> None:
-        """Add the tokens and columns of a delta."""
+        """Add the tokens and the optional fields of a delta."""
         self.add(delta.start, delta.prompt_version, delta.token_ids, delta.log_probs).append(delta.versions)
         for name in COLUMNS:
             self.put(name, getattr(delta, name))

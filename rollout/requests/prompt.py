@@ -144,7 +144,7 @@ def _one(item: object, name: str) -> Prompt:
 
 
 def _kind(items: list[Any], name: str) -> str | None:
-    """Return the kind that all items have, or None if there are no items; raise `TypeError` if kinds differ."""
+    """Return the kind (such as "text") that all items have, None without items; raise `TypeError` if kinds differ."""
     first = None
     for position, item in enumerate(items):
         kind = _kind_of(item)

@@ -201,7 +201,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """The k experts chosen at each position, integers [T - 1, layers, k]; see `token_columns.Routes`. A later segment has
     only the routes after the earlier segments' routes. None unless `InferenceConfig.record_routes` is set."""
     generated_kept_tokens: KeptTokens | None = None
-    """The set that each generated token was drawn from, [G]; None unless `SamplingParams.return_kept_tokens` is set."""
+    """The set of token ids that each generated token was drawn from, [G]; None unless `return_kept_tokens` is set."""
     generated_values: NDArray[np.float32] | None = None
     """The k numbers per generated token from `RolloutManager(token_values=…)`, float32 [G, k]; None if it is not set."""
     finish_reason: FinishReason | None = None
@@ -349,7 +349,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """The value of each option of `get_metadata_types`, by name. None becomes -1, and `logit_bias` becomes its size."""
+        """The value of each option in `get_metadata_types`, by name; None becomes -1, and `logit_bias` its size."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
             "seed": self.seed,

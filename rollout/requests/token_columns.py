@@ -36,14 +36,14 @@ class KeptTokens:
 
     @classmethod
     def of(cls, sets: Iterable[Any]) -> KeptTokens:
-        """Build the column from each token's ids, as integers or as an int32 array."""
+        """Build the object from the ids in each token's set, given as integers or as an int32 array."""
         rows = [np.asarray(ids, np.int32) for ids in sets]
         counts = np.fromiter(map(len, rows), np.int32, len(rows))
         return cls(np.concatenate(rows) if rows else np.zeros(0, np.int32), counts)
 
     @classmethod
     def join(cls, parts: Iterable[KeptTokens]) -> KeptTokens:
-        """Join the columns of consecutive tokens into one."""
+        """Join the sets of consecutive tokens into one object."""
         both = [(part.ids, part.counts) for part in parts] or [(np.zeros(0, np.int32), np.zeros(0, np.int32))]
         ids, counts = zip(*both, strict=True)
         return cls(np.concatenate(ids), np.concatenate(counts))

@@ -104,7 +104,7 @@ class RolloutBatch:
     If a request has no recorded log-probs, they are NaN where `response_mask` is set, so that a loss over them is NaN."""
 
     policy_versions: Tensor
-    """int64 [N, T]: policy version that sampled the token; for a prompt token, the version at admission; -1 on padding."""
+    """int64 [N, T]: policy version that sampled the token, or that admitted the prompt to the engine; -1 on padding."""
 
     policy_staleness: Tensor
     """int32 [N, T]: `policy_version` minus `policy_versions`; 0 on padding."""
@@ -132,7 +132,7 @@ class RolloutBatch:
     padding and on the last token of a row, which has no route. None if no row has routes. See `rollout.replay`."""
 
     finish_reasons: list[str]
-    """[N]: the value of each row's `FinishReason`."""
+    """[N]: why each row's sample finished, as the string value of its `FinishReason`."""
 
     texts: list[str | None]
     """[N]: text of each completion; None if the request has no text."""
@@ -275,9 +275,9 @@ class RolloutBatch:
     ) -> LogitScores:
         """Run the trainer's forward pass and return differentiable log-probs of the tokens in `response_mask`.
 
-        Log-probs are over the distributions that tokens were drawn from, with the temperature, penalties, biases and kept
-        tokens of the requests. Under the weights that sampled the tokens, they equal `logprobs`. Logits are computed a tile
-        at a time, in the forward pass and again in the backward pass, so they are never all in memory.
+        Log-probs are over the distributions that tokens were drawn from, with the temperature, penalties and biases of the
+        requests, over the tokens that truncation kept. Under the weights that sampled the tokens, they equal `logprobs`.
+        Logits are computed tile by tile, in the forward pass and again in the backward pass: they are never all in memory.
 
         Args:
             model: a causal language model in transformers, or a wrapper of it (DDP, FSDP, PEFT).
@@ -295,8 +295,8 @@ class RolloutBatch:
             Scores [N, T] of the part's rows.
 
         Raises:
-            ValueError: a request was truncated, or shaped by a bias or penalty, and returned no kept tokens, so that its
-                distribution is unknown. Pass `temperature` to avoid this.
+            ValueError: a request used truncation, a bias or a penalty without `return_kept_tokens`, so its distribution is
+                unknown. Pass `temperature` to avoid this.
             UnsupportedModelError: log-probs cannot be read from the model's head.
         """
         computed, rows = self._part(part)

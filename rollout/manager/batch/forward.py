@@ -104,7 +104,7 @@ def distribution(
     """Return `replay_logprobs` arguments that reproduce the requests' log-probs, and the token sets to pass as `kept`.
 
     Raises:
-        ValueError: a request was truncated and has no kept tokens, so that its distribution is unknown.
+        ValueError: a request used truncation without `return_kept_tokens`, so its distribution is unknown.
     """
     params = [request.sampling_params for request in requests]
     # Mark the rows whose log-probs are over the whole vocabulary.

@@ -119,7 +119,7 @@ def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
 
 
 def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-    """Return the routes of a prefix tree, int16 [1, L, layers, k]."""
+    """Return the recorded routes of a prefix tree, int16 [1, L, layers, k]; `ids` must be the tree's token ids."""
     if not torch.equal(ids, tree.input_ids):
         raise ValueError(
             f"replay: a forward of {list(ids.shape)} tokens that are not the {tree.input_ids.shape[1]} of the tree: pass "
@@ -130,7 +130,7 @@ def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor
 
 
 class _Rows:
-    """A lookup of the recorded routes of a batch's rows by the tokens of the rows."""
+    """A lookup that finds the recorded routes of a batch's row by the row's tokens."""
 
     def __init__(self, batch: RolloutBatch | RoutedRows) -> None:
         assert batch.routed_experts is not None

@@ -140,8 +140,8 @@ class Scorer:
 
         Raises:
             InvalidRequestError: a sequence is empty or too long, or has an unknown token id or adapter.
-            ConfigError: an argument is out of range; or, without `temperature`, a row was sampled with penalties, or
-                truncated without kept tokens.
+            ConfigError: an argument is out of range; or, without `temperature`, a row was sampled with penalties, or with
+                truncation and without `return_kept_tokens`.
             EngineStateError, WeightsChangedError, DeadlineError: see `generate`.
         """
         with self._ready():

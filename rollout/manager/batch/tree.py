@@ -94,7 +94,7 @@ class PackedTree:
     def scores_of(
         self, model: nn.Module, temperature: float = 1.0, *, entropy: bool = False, top_k: int | Tensor = 0
     ) -> LogitScores:
-        """Run the model over the tree; return every wanted token's log-prob over the whole vocabulary.
+        """Run the model over the tree; return the log-prob, over the whole vocabulary, of every token marked in `wanted`.
 
         Log-probs are differentiable. Logits are computed a tile at a time, in the forward pass and again in the backward
         pass.
@@ -116,7 +116,7 @@ class PackedTree:
 
         Args:
             input_ids: token ids of the rows, int64 [N, T]; None means the token ids in the tree.
-            mask: bool [N, T], True on the wanted tokens that are requested; None means all wanted tokens.
+            mask: bool [N, T], the tokens whose scores are requested, as far as they are in `wanted`. None means all of them.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
         return Part(self.inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors)
@@ -197,7 +197,7 @@ class _Forest(NamedTuple):
     nodes: NDArray[np.int64]
     """[N, T]: index in the forest of each token of each row; -1 after the end of a row."""
     tokens: NDArray[np.int64]
-    """[L]: token ids of the forest's L tokens. The two fields below have the same shape."""
+    """[L]: token ids of the forest's L tokens. The three fields below have the same shape."""
     depths: NDArray[np.int64]
     ends: NDArray[np.int64]
     """The index after the subtree of each token."""
