@@ -86,7 +86,7 @@ class Meeting:
 
 
 class Gathering:
-    """The gathered weights of one engine. They are released at the end of the outermost `held` block.
+    """One engine's weights, gathered from all ranks' shards and released at the end of the outermost `held` block.
 
     Args:
         engine: the engine whose weights are gathered.

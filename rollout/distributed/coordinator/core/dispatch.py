@@ -34,7 +34,8 @@ first hashes of a prompt matter most for routing."""
 HASH_BYTES = 8
 AWAY_INTERVALS = 2
 """The grace period, in heartbeat intervals. A rank that is idle or has older weights for longer, while others compute,
-is *away*: its work moves to other ranks. In deterministic mode the grace period is `heartbeat_timeout_s` instead."""
+is *away*: assignments that wait for it move. In deterministic mode the grace period is `heartbeat_timeout_s`
+instead."""
 
 
 class ScheduleRecord(NamedTuple):
@@ -109,8 +110,8 @@ class Dispatcher:
     def rank_moved(self, rank: RankPeer) -> None:
         """Handle a rank that became ready or reached another policy version.
 
-        Send the rank's held assignments for which its version is now high enough. Requeue the requests that waited for a
-        rank with a suitable version."""
+        Send the rank's held assignments (not sent before, because its weights were too old) if its version now
+        suffices. Requeue the requests that waited for a rank with a suitable version."""
         for assignment in list(rank.assignments.values()):
             new_enough = rank.policy_version >= assignment.request.newest_version
             if assignment.held and new_enough and rank.state is not EngineState.STOPPED:
@@ -157,7 +158,7 @@ class Dispatcher:
     def look_for_away(self, now: float) -> None:
         """Declare ranks away that were idle or had older weights for longer than the grace period while others computed.
 
-        Held assignments of these ranks, and all assignments of the idle ranks among them, move to ranks with room.
+        Assignments that were not sent to these ranks yet, and all assignments of idle ranks, move to ranks with room.
         """
         ranks = self._peers.ranks.values()
         computing = [rank.policy_version for rank in ranks if rank.ready and not rank.resting]

@@ -67,7 +67,7 @@ class Peers:
             self.say(peer, Refused(code, shortened(text), False))
 
     def say_stretch(self, client: ClientPeer, stretch: Stretch) -> None:
-        """Add a stretch to the client's next `Update`."""
+        """Add a stretch (a batch of new tokens) to the client's next `Update` message."""
         size = stretch.buffer_bytes + SAMPLE_BYTES * len(stretch.indices)
         too_long = client.stretch_bytes + size > UPDATE_BYTES or len(client.stretches) >= MAX_STRETCHES
         if client.stretches and too_long:

@@ -34,7 +34,7 @@ from rollout.requests.block_hash import stream_key
 REQUEST_BYTES = 4096
 """The number of bytes charged to a client per request, in addition to the prompt, parameters, samples and tokens."""
 SAMPLE_BYTES = 128
-"""The number of bytes charged per sample of a request, and per sample of a stretch of known tokens."""
+"""The number of bytes charged per sample of a request, and per sample in each batch of tokens submitted with it."""
 
 
 def cost(message: Submit) -> int:

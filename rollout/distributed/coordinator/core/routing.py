@@ -25,7 +25,7 @@ from rollout.state import PrefixCachingCoordinatorPolicy
 LOOKAHEAD_SHARE = 8
 """The number of slots per extra sample: a rank may have max(1, slots // 8) assigned samples beyond its slots."""
 MAX_HASHES_PER_RANK = 1 << 18
-"""The maximum number of listed block hashes per rank; the least recently used hashes are dropped."""
+"""The maximum number of listed (reported) block hashes per rank; the least recently used hashes are dropped."""
 
 Claim = tuple[dict[int, int], Sequence[int]]
 """The expected hashes of one assignment: the rank's dict of counters, and the hashes that the assignment has counted there.
@@ -55,9 +55,9 @@ class _Rank:
     stamp: int = -1
     """The number of the rank's latest assignment, counted over all ranks; -1 if the rank has had no assignment."""
     expected: dict[int, int] = field(default_factory=dict)
-    """The expected hashes: hash → number of open claims that contain the hash."""
+    """The hashes of blocks that open assignments will cache on the rank: hash → number of these assignments."""
     listed: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """The listed hashes, the least recently used first."""
+    """The hashes that the rank has reported (in deterministic mode: was assigned), the least recently used first."""
 
     def free(self, more: int = 0) -> float:
         """Return the share of slots that is free after `more` further samples; negative for more samples than slots."""
@@ -242,7 +242,7 @@ class Router:
             self._ranks[name].load -= samples
 
     def released(self, claim: Claim) -> None:
-        """Release the claim of an assignment that has ended. Hashes without another claim are no longer expected."""
+        """Release an ended assignment's claim on its hashes. A hash without another claim is no longer expected."""
         expected, hashes = claim
         for each in hashes:
             expected[each] -= 1
