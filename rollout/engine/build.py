@@ -138,7 +138,7 @@ def build(base: EngineBase) -> EngineParts:
 def rebuilt(base: EngineBase, before: EngineParts) -> EngineParts:
     """Build new parts and move the requests in flight from `before` to them. If building raises, `before` stays usable.
 
-    The errors raised are the same as those of `build`.
+    This function raises the same errors as `build`.
     """
     with interrupt_deferred(), base.lifecycle.lock:
         records, cache, runner = before.inspection.snapshot(), before.cache, before.controller.runner

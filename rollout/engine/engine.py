@@ -177,7 +177,7 @@ class DynamicInferenceEngine:
     def follow_model(self) -> None:
         """Rebuild the engine's parts if windows or masks of attention layers have changed since the last build.
 
-        Do nothing in an `installation` block, or while the weights are sharded. Raise the same errors as `followed`.
+        Do nothing in an `installation` block, or while the weights are sharded. Raise the same errors as `build.followed`.
         """
         if not self.installation.active and self.weights.ready:
             self.parts = followed(self._base, self.parts)

@@ -24,7 +24,7 @@ LEFT, BUSY, IDLE, DONE = range(4)
 
 
 class Lockstep(Together):
-    """Runs one rank's part of each round: a forward pass, and calls without tokens of expert modules that the pass skips.
+    """Runs one rank's part of each round: a forward pass, and a call without tokens of each expert module that it skips.
 
     Args:
         group: the ranks that exchange tokens.

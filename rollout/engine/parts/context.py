@@ -277,7 +277,7 @@ class DynamicInferenceContext:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # Leave room for CUDA graphs only if the pool keeps over half its blocks: a small pool slows sampling even more.
+        # Leave room for CUDA graphs only if the pool keeps over half its blocks: a small pool is slower than no graphs.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None

@@ -66,7 +66,7 @@ class Preemption:
         self._queues.allocator.forget_copies()
 
     def start_over(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Free all rows and blocks, after an exception inside a scheduler call may have left them inconsistent.
+        """Free all rows and blocks, which an exception inside a scheduler call may have left inconsistent.
 
         Args:
             sequences: all sequences that were added to the scheduler and have not finished.

@@ -212,7 +212,7 @@ class StepResults:
         return None
 
     def _end_prompt(self, leader: Sequence, ended: list[Sequence]) -> None:
-        """Share a leader's computed prompt with its siblings, then start decoding or finish (into `ended`) each sample."""
+        """Share the leader's prompt with its siblings and start decoding. Add samples that are already done to `ended`."""
         queues, table = self._queues, self._queues.table
         group = [leader, *leader.siblings]
         discard(queues.prefilling, leader)
