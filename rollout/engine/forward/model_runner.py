@@ -143,7 +143,7 @@ class ModelRunner:
             return None if self.fused.ready(self.installation.module_epoch) else self.fused.why_not
 
     def refuse_inexact(self) -> None:
-        """Raise `UnsupportedModelError` with the reason if the fused forward pass does not currently support the model."""
+        """Raise `UnsupportedModelError` if the fused forward pass, which exact mode requires, does not support the model."""
         if (why := self.why_not_fused()) is not None:
             raise UnsupportedModelError(
                 f"InferenceConfig.exact=True: {type(self.model).__name__}: {why}; exact mode serves what the fused C++ "

@@ -44,7 +44,7 @@ _UNREAD = frozenset(vars(nn.Module())) | _ARGUMENTS | {
     "config", "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 }  # fmt: skip
-"""The module attributes that the engine's forward passes do not read, or that other code in this file adds to the key."""
+"""The module attributes that the engine's forward passes do not read, or that other code adds to the forward key."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _CONTAINERS = frozenset({list, tuple, dict, set})
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)

@@ -33,7 +33,7 @@ class Names:
     """The modules of the query, key and value projections, or one module that computes all three in this order."""
     output: str = "o_proj"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    """The modules of the gate and up projections, or one module that computes both, or up alone if there is no gate."""
+    """The modules of the gate and up projections, or one module that computes both, or only `up` if there is no gate."""
     down: str = "down_proj"
     activation: str = "act_fn"
 

@@ -62,7 +62,7 @@ class FusedForward:
         self._module_epoch = -1
         self._why = self._given_up = ""
         self.record: Record | None = None
-        """A function that receives each router's choices in every forward pass. If None, they are not recorded."""
+        """A function that receives each router's choices in every forward pass. If None, the choices are not recorded."""
         self.values = TokenValues(model, None)
         """The collector of the hidden states from which the user's value function computes values of tokens."""
 

@@ -1,4 +1,4 @@
-"""Sampling on a CPU in C++: reads the logits twice, and does not copy them."""
+"""Sampling on a CPU by a C++ kernel, which reads the logits twice and does not copy them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.memory.buffers import upload
 
 MAX_TILE_SCORES = 1 << 22
-"""The maximum number of query-key pairs in a tile of several sequences. It bounds the size of the mask and copied keys."""
+"""The maximum number of query-key pairs in a tile of several sequences. It limits the size of mask and copied keys."""
 
 
 def write_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

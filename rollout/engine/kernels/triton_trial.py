@@ -60,7 +60,7 @@ def tried_out(
 
 
 def _error(paged: TritonPaged, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> float:
-    """Return the largest error in a step with one decoding row and one chunk, each of which attends to several parts."""
+    """Return the largest error of a step with a decoding row and a chunk, each of which attends to several parts of keys."""
     tokens, generator = SPLIT + 9, torch.Generator().manual_seed(0)
     width = -(-tokens // block_size)
     tables = np.arange(2 * width).reshape(2, width)

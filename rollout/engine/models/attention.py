@@ -263,7 +263,7 @@ class Installation:
 
 
 class _Switched(str):
-    """The name of a model's own attention implementation, which equals our name on a thread inside an engine's forward pass.
+    """The name of a model's own attention implementation, which equals the engine's on a thread in an engine's forward pass.
 
     Copying or pickling it gives the original name.
     """

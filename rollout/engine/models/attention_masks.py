@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rollout.engine.models.attention import rollout_attention
 
 PROBE = "rollout_probe"
-"""The name of the attention implementation used while a model is probed, the only one whose masks `probe_mask` creates."""
+"""The name of the attention implementation that is used while a model is probed. `probe_mask` creates its masks."""
 _DENSE = 64
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

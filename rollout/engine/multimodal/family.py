@@ -29,9 +29,9 @@ class ImageItem:
     """An image, a tile of an image, or a video."""
 
     inputs: dict[str, Tensor]
-    """The vision tower's arguments for this item, by name."""
+    """The vision tower's arguments for this image or video, by name."""
     count: int
-    """The number of the item's embeddings, one per placeholder token."""
+    """The number of embeddings of this image or video, one per placeholder token."""
     digest: bytes
     """The digest of `inputs` and of everything else that affects the positions of this image or video."""
     video: bool = False
@@ -133,7 +133,7 @@ class Family(ABC):
         return [pooled, *(_joined(each) for each in getattr(output, "deepstack_features", None) or ())]
 
     def positions(self, tokens: Tensor, kinds: Tensor, images: ImageInputs) -> Tensor | None:
-        """Return the rotary positions [3, P + 1] of P prompt tokens and the next token, or None without such positions.
+        """Return rotary positions [3, P + 1] of P prompt tokens and the next token, or None if text positions apply.
 
         Args:
             tokens: token ids, int64 [P].

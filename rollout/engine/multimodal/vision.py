@@ -1,4 +1,4 @@
-"""Image inputs of one engine: reads a prompt's images at admission, and computes a step's image embeddings and positions."""
+"""Image support: reads a prompt's images at admission, and computes the image embeddings and positions of steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FeatureCache:
 
 
 class Vision:
-    """The image support of one model: reads and encodes the images in prompts, and computes their positions.
+    """The image support of one model, which reads and encodes the images in prompts and computes their positions.
 
     Args:
         cache_bytes: maximum size of cached embeddings, in bytes.

@@ -1,1 +1,1 @@
-"""Sampler: turns logits and sampling parameters into tokens and log-probs."""
+"""The sampler, which turns logits and sampling parameters into tokens and log-probs."""

@@ -1,4 +1,4 @@
-"""Structured output: computes the tokens that a request's constraint allows next, with the llguidance library.
+"""Structured output: the llguidance library computes the tokens that a request's constraint allows next.
 
 An llguidance *matcher* holds the state of a constraint after some tokens. The state depends only on the completion's tokens,
 so nothing has to be saved for a preemption, a suspend or a restart.

@@ -1,4 +1,4 @@
-"""Sampling: turns logits and sampling parameters into tokens and log-probs.
+"""The sampler, which turns logits and sampling parameters into tokens and log-probs.
 
 Always true:
 - A row's token and log-probs depend only on the row's logits, parameters, key and position, bit for bit. Probabilities are
@@ -66,7 +66,7 @@ class Sampled:
     """[R, k] int64, the most likely tokens, most likely first, lower id first on ties. k is the largest number of top
     log-probs that a row returns; None if no row returns any."""
     top_logprobs: Tensor | None
-    """[R, k] float32, the log-probs of `top_ids` under the same distribution; -inf if a filter removed the token."""
+    """[R, k] float32, the log-probs of `top_ids` in the distribution of `logprobs`; -inf if a filter removed it."""
     kept_ids: Tensor | None = None
     """[K] int32, the tokens that could be drawn in rows that request them, row by row, ascending; None if no row does."""
     kept_counts: Tensor | None = None
@@ -219,7 +219,7 @@ def _sample(
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:
-    """Return scores [R, V] with -inf for filtered tokens, and the scores of the final distribution (None if not wanted)."""
+    """Return scores [R, V] with -inf for filtered tokens, and the same divided by the temperature (None if not wanted)."""
     if not (rows.filters or wanted.scores):
         return scores, None
     scratch, tempered = rows.scratch, scores
@@ -245,7 +245,7 @@ def _drawn(
 
     Returns:
         (token ids [R, 1], log-sum-exp of the scores, score of each token, scores of the final distribution, kept tokens).
-        The last two are None unless wanted.
+        The last two are None unless `wanted` requires them.
     """
     relative, peak, greedy_ids, listed, kept = _relative(scores, rows, wanted)
     weights = rows.scratch.blocks("weights", scores, 0, torch.int64).copy_(relative.mul_(UNIT))
@@ -263,7 +263,7 @@ def _relative(
     Returns:
         (relative probabilities, largest score, most likely tokens, scores of the final distribution, kept tokens). The
         relative probabilities are 0 for filtered tokens, and in C blocks per row [R, C, BLOCK]. The largest score is [R, 1],
-        the most likely tokens are ids [R] (None if no row is greedy). The last two are None unless wanted.
+        the most likely tokens are ids [R] (None if no row is greedy). The last two are None unless `wanted` requires them.
     """
     scratch = rows.scratch
     tempered = scores

@@ -144,7 +144,7 @@ class SamplingTable:
         self._selected = None
 
     def select(self, rows: NDArray[np.integer]) -> SamplingRows:
-        """Return the parameters of `rows` [R]. All must have been `set`; a row may appear several times."""
+        """Return the parameters of `rows` [R]. Each row must have been `set`, and may appear several times."""
         if self._selected is None or not np.array_equal(self._selected[0], rows):
             chosen = np.array(rows, np.int64)
             # Use `take`, which makes the values of a column adjacent, as the C++ kernel reads them.

@@ -306,7 +306,7 @@ class _Columns:
             yield slice(0, count), columns, output.to(_wide(output))
 
     def pull(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add the contribution of the tile yielded last to the gradients, given the gradient of its head output."""
+        """Add the contribution of the tile yielded last to `gradients`. `gradient` is the gradient of this tile's output."""
         own = gradient.to(self._states.dtype)
         of_states, of_weight, *of_bias = self.gradients
         if of_states is not None:

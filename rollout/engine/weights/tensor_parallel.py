@@ -18,7 +18,7 @@ from torch import nn
 from rollout.errors import UnsupportedModelError
 
 _OTHERS = ("pp", "cp", "sp", "ep")
-"""The mesh dimensions of other kinds of parallelism: pipeline, context, sequence, and experts outside the expert mesh."""
+"""The mesh dimensions besides tensor and data: pipeline, context, sequence, and experts outside the expert mesh."""
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:
@@ -101,6 +101,6 @@ def _unserved(model: nn.Module, why: str) -> UnsupportedModelError:
 
 
 def _sizes(manager: Any, mesh: str) -> dict[str, int]:
-    """Return the dimension sizes, by name, of the manager's mesh `mesh`; empty if transformers did not split the model."""
+    """Return the dimension sizes, by name, of the mesh manager's `mesh`; empty if transformers did not split the model."""
     found = getattr(manager, mesh, None)
     return dict(zip(getattr(found, "mesh_dim_names", None) or (), getattr(found, "shape", ()), strict=False))
