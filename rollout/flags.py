@@ -40,7 +40,7 @@ class ModelOptions:
     """Folder of the model, with config.json, *.safetensors and, unless --tokenizer is given, the tokenizer's files."""
 
     tokenizer: str | None = None
-    """Folder of the tokenizer. If None, MODEL_DIR."""
+    """Folder of the tokenizer. If None, the model's folder."""
 
     dtype: Dtype = "auto"
     """Dtype of the weights. `auto` is the dtype that they were saved in."""

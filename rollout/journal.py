@@ -328,7 +328,7 @@ def _read_header(file: BinaryIO) -> None:
 
 
 def _read_body(file: BinaryIO) -> bytes:
-    """Read the body of the record at the file's current position. If its length is damaged, move to the end of the file.
+    """Read the body of the group record at the file's position. If its length is damaged, move to the end of the file.
 
     Raises:
         SerializationError: the record is damaged.

@@ -302,7 +302,7 @@ class SamplingParams(NamedOptions):
     """Maximum number of tokens in a completion. If 0, the prompt is processed, but no token is sampled."""
 
     min_tokens: int = _option(0, _WHOLE, host="int32")
-    """Number of tokens before which no end-of-sequence or stop token id is sampled. At most `max_tokens`."""
+    """Number of completion tokens before an end-of-sequence or stop token id may be sampled. At most `max_tokens`."""
 
     stop: tuple[str, ...] = _option((), _Kind(_stop_strings, "a string or a list of strings, none of them empty"))
     """Strings that finish the completion, even if they begin or end inside a token. A plain `str` is one stop string."""

@@ -67,7 +67,7 @@ class KVCacheManagementMode(StrEnum):
 
 
 Mode = KVCacheManagementMode | str | None
-"""A mode, the name of a mode, or None for the configured mode."""
+"""A KV cache mode, the name of a mode, or None for the configured mode."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
@@ -83,9 +83,9 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """A request goes to the rank whose score, from the prompt's cached leading blocks and free slots, is highest."""
+    """A request goes to the rank with the highest score, from its cached leading blocks of the prompt and its free slots."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
-    """A request goes to the rank with the highest score, in which only the first block of the prompt counts as cached."""
+    """A request is routed as with `longest_prefix`, but only the first block of the prompt counts as cached."""
     LOAD_BALANCED = "load_balanced"
     """A request goes to the rank with the largest share of free slots or, of several, to the one whose name sorts first."""
     ROUND_ROBIN = "round_robin"

@@ -160,7 +160,7 @@ class _Saved:
         return {"ranks": self._accelerator.num_processes, "policy_version": self._rollout.policy_version}
 
     def load_state_dict(self, state: Any) -> None:
-        """Load this rank's file, and check its policy version against the saved result of `state_dict`, `state`."""
+        """Load this rank's file, and check its policy version against that in `state`, the saved result of `state_dict`."""
         common = decode_fields("custom_checkpoint", state, {"ranks": INT, "policy_version": INT})
         self._file().load(self._rollout, common["policy_version"])
 

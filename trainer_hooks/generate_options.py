@@ -45,7 +45,7 @@ STAGES: dict[type, int] = {
     MinPLogitsWarper: MIN_P,
     LogitNormalization: LAST,
 }
-"""A dict from processor class to its place in the engine's order. Processors with equal places may be in any order."""
+"""A dict from logits processor class to its place in the engine's order. Classes with equal places may be in any order."""
 CACHES = ("cache", "past_key_values", "cache_params")
 """The names of the KV cache argument, in this order: since transformers 5.24, before it, and of models without attention."""
 COMPUTED = frozenset({

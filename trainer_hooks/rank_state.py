@@ -39,7 +39,7 @@ class RankFile:
 
     @property
     def path(self) -> Path:
-        """The path of the file: `<folder>/<stem>_rank_<rank>_of_<size>.msgpack`."""
+        """The path of this rank's file: `<folder>/<stem>_rank_<rank>_of_<size>.msgpack`."""
         return self.folder / f"{self.stem}_rank_{self.rank}_of_{self.size}.msgpack"
 
     @property

@@ -178,7 +178,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]
         file.load(self.manager)
 
     def _file_to_resume(self, args: TrainingArguments, state: TrainerState) -> RankFile | None:
-        """Return this rank's file in the folder that the Trainer resumes from, or None if the folder is not found."""
+        """Return this rank's state file in the folder that the Trainer resumes from, or None if the folder is not found."""
         found = (folder for folder in self._folders(args, state) if _is_checkpoint_of(folder, state))
         return next((_file(folder, args) for folder in found), None)
 

@@ -78,7 +78,7 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the kept ids of `rows`, concatenated [N, row's ids], and their number per token [N, tokens]; both int32."""
+        """Return the kept ids of each row, concatenated, and their number per token: int32 [N, ids] and [N, tokens]."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------

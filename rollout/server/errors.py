@@ -91,7 +91,7 @@ class ApiError(Exception):
 
 
 class ClientGoneError(ApiError):
-    """An error for a client that has closed its connection, so that its request is aborted."""
+    """The error raised when a client has closed its connection; its request is then aborted."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client has closed its connection")

@@ -130,7 +130,7 @@ class Serving:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Mark a pause as in progress during the `with` block, so that `admit` rejects even while the engines run."""
+        """Mark a pause in progress during the `with` block, so that `admit` rejects requests even while the engines run."""
         self._closing += 1
         try:
             yield

@@ -184,7 +184,7 @@ class NamedTool(Body):
 
 
 class TemplateFields(Body):
-    """The options of the chat template."""
+    """The request fields that are passed to the chat template."""
 
     tools: list[Tool] = Field([], max_length=1024)
     """Functions that the model may call, rendered by its chat template."""

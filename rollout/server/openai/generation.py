@@ -38,7 +38,7 @@ REPLY: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
-"""FastAPI's argument `responses` of the routes that generate completions."""
+"""FastAPI's argument `responses` for the routes that generate completions: the documentation of their replies."""
 
 # This matches the beginning of the engine's message for a constraint error.
 _CONSTRAINT = re.compile(r"structured: (?:the (?:json_schema|regex|grammar) )?")
@@ -119,7 +119,7 @@ def refused(exc: InvalidRequestError, body: RequestFields, where: str = "") -> A
 
 
 class Dialect(Protocol):
-    """The format of one route's choices. An object serves one reply and may have state per choice.
+    """The format of the choices in one route's replies. An object serves one reply and may have state per choice.
 
     In its methods, `index` is the index of the choice, and `version` is the current policy version."""
 

@@ -29,7 +29,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known = None if tokenizer is None else TokenBytes(tokenizer)
         self.special = frozenset() if self._known is None else self._known.special
-        """The ids of special tokens, which `decode` omits."""
+        """The ids of special tokens, which decoding omits."""
 
     def text_of(self, token: int) -> str:
         """Return the text of the token; an incomplete character becomes U+FFFD."""

@@ -101,7 +101,7 @@ class RequestFields(Body):
     stream: bool = False
     """Whether to send the reply incrementally, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
-    """Options of a stream."""
+    """Options of the stream that `stream` requests."""
     user: str | None = None
     """Accepted, but has no effect."""
     priority: int = Field(0, ge=-INT32, le=INT32)
@@ -167,7 +167,7 @@ class SamplingFields(Body):
 
     @property
     def constrained(self) -> bool:
-        """Whether there may be a constraint on the text."""
+        """Whether the request may contain a constraint on the text."""
         return self.structured_outputs is not None
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
@@ -199,7 +199,7 @@ _SAMPLING = {each.name for each in fields(SamplingParams)} & SamplingFields.mode
 
 
 class SamplingBody(RequestFields, SamplingFields):
-    """The fields common to chats and completions."""
+    """The request fields common to chats and completions."""
 
     return_token_ids: bool = False
     """Whether to include `prompt_token_ids` and each choice's `token_ids`, in the same places as vLLM."""

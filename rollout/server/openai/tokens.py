@@ -84,7 +84,7 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens around a text. A chat template adds its own."""
     return_token_strs: bool = False
-    """Whether to include the tokens' names in the reply."""
+    """Whether to include `token_strs`, the tokens' strings in the vocabulary, in the reply."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
