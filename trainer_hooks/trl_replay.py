@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Name the option that prevents log-probs over the tokens that truncation kept, and the remedy; None if there is none."""
+    """Name the option that prevents log-probs over the tokens that truncation kept, and the remedy; None if none does."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

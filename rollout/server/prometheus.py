@@ -20,7 +20,7 @@ _TOKENS = tuple(2**power for power in range(18))
 
 
 class EngineNumbers(Collector):
-    """A collector that reads `llm.stats()` at each Prometheus scrape. For a dead engine it reports only `rollout_engine_up 0`."""
+    """A collector that reads `llm.stats()` at each Prometheus scrape. A dead engine reports only `rollout_engine_up 0`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
