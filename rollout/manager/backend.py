@@ -70,7 +70,7 @@ class Backend(Protocol):
         """Return records of the unfinished samples, from which `continue_from` continues them."""
 
     def try_finish(self) -> bool:
-        """Return whether this rank may stop computing. The caller alternates this method with `step` until it returns True.
+        """Return whether this rank may stop because no rank needs it. The caller alternates this with `step` until then.
 
         Raises:
             EngineStateError: the ranks are in different calls, or have different policy versions.

@@ -50,7 +50,7 @@ def prompts_of(controller: TextGenerationController, prompts: Any, name: str = "
 
 
 def submit(rounds: Rounds, prompts: list[Prompt], params: list[SamplingParams], extras: list[Any]) -> list[int]:
-    """Queue one group per prompt, longest expected completions first; a group finished in the journal is not queued.
+    """Queue one group per prompt, longest expected completions first; take groups from the journal if it contains them.
 
     The caller holds the engine's lock. `extras` has one metadata object per prompt.
 

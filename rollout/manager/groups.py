@@ -199,7 +199,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Let `submitted` return again the groups that it has already returned, in the original order."""
+        """Make `groups`, which `submitted` has returned, available to it once more, in the original order."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

@@ -83,7 +83,7 @@ class Goal(Protocol):
 
 @dataclass(eq=False)
 class GroupGoal:
-    """The goal that at least `number` groups out of `among` have finished, and every group that `awaited` returns."""
+    """The goal that at least `number` groups out of `among` and all groups whose ids `awaited` returns have finished."""
 
     unfinished: set[int]
     """Ids of unfinished groups; a set that the `GroupLedger` keeps up to date."""

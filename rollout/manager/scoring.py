@@ -63,7 +63,7 @@ class ScoredSample:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ScoredBatch(RolloutBatch):
-    """The samples of the groups that were kept, with their rewards."""
+    """The samples of the groups that `keep` accepted, with their rewards."""
 
     rewards: Tensor
     """float32 [N]: the reward of each sample; NaN if the sample failed."""

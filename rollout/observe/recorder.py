@@ -148,7 +148,7 @@ class StepRow(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An interval on a track; `end` equals `start` for an instant."""
+    """An interval on a track (one row of the timeline); for an instant, `end` equals `start`."""
 
     track: str
     name: str
@@ -214,7 +214,7 @@ class EngineLog:
 
 
 class TraceRecorder:
-    """The rows of one process: a log per engine, and spans of the trainer and the job, in seconds since the epoch."""
+    """The rows of one process: a log per engine, and spans of the trainer and job. Times are seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time, destination: str = "") -> None:
         self.clock = clock
@@ -298,7 +298,7 @@ class EngineTap:
 
 
 def start(destination: str, clock: Callable[[], float] = time.time) -> TraceRecorder:
-    """Start recording for the file `destination`; raise `EngineStateError` if a trace is already being recorded."""
+    """Start recording a trace for the file `destination`; raise `EngineStateError` if one is already being recorded."""
     global _active
     with _switching:
         if _active is not None:

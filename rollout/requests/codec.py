@@ -43,7 +43,7 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
     """Decode a dict of fields into keyword arguments; the inverse of `encode_fields`.
 
     Raises:
-        SerializationError: a field is missing, unknown or malformed. `owner.field` begins the message.
+        SerializationError: a field is missing, unknown or malformed. The message begins with `owner.field`.
     """
     if not isinstance(plain, dict):
         refuse(owner, plain, "a dict of fields")

@@ -70,7 +70,7 @@ class InferenceRequest:
     """The text of the prompt, if given as text."""
     sampling_params: SamplingParams = _DEFAULT_PARAMS
     prompt_tokens: list[int] = field(default_factory=list)
-    """The token ids of the prompt, [P]."""
+    """The token ids of the prompt's P tokens."""
     arrival_time: float = field(default_factory=time.time)
     status: Status = Status.WAITING_IN_QUEUE
     encoder_prompt: str | None = None
@@ -81,15 +81,15 @@ class InferenceRequest:
     generated_segments: list[str] | None = None
     generated_sequence_lengths: list[int] | None = None
     generated_tokens: list[int] = field(default_factory=list)
-    """The generated token ids, [G]."""
+    """The ids of the G generated tokens."""
     prompt_log_probs: list[float] | None = None
-    """The log-probs of the prompt tokens from the second on, [P-1]; None if not computed."""
+    """The log-probs of the P prompt tokens from the second on, [P-1]; None if not computed."""
     generated_log_probs: list[float] = field(default_factory=list)
-    """The log-probs of the generated tokens, [G]; empty if not requested."""
+    """The log-probs of the G generated tokens; empty if not requested."""
     prompt_top_n_logprobs: TopN | None = None
-    """The top (token id, log-prob) pairs for each prompt token from the second on, [P-1]; None if not computed."""
+    """The top (token id, log-prob) pairs for each of P prompt tokens from the second on, [P-1]; None if not computed."""
     generated_top_n_logprobs: TopN = field(default_factory=list)
-    """The top (token id, log-prob) pairs for each generated token, [G]; empty if not requested."""
+    """The top (token id, log-prob) pairs for each of the G generated tokens; empty if not requested."""
     tpot: list[float] = field(default_factory=list)
     """The seconds between each generated token and the next (time per output token)."""
 
@@ -201,9 +201,9 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
     """The k experts chosen at each position, integers [T - 1, layers, k]; see `token_columns.Routes`. A later segment has
     only the routes after the earlier segments' routes. None unless `InferenceConfig.record_routes` is set."""
     generated_kept_tokens: KeptTokens | None = None
-    """The set of token ids that each generated token was drawn from, [G]; None unless `return_kept_tokens` is set."""
+    """The set of token ids that each generated token was drawn from; None unless `return_kept_tokens` is set."""
     generated_values: NDArray[np.float32] | None = None
-    """The k numbers per generated token from `RolloutManager(token_values=…)`, float32 [G, k]; None if it is not set."""
+    """The k numbers for each of G generated tokens from `token_values=…`, float32 [G, k]; None if that is not set."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that finished the request; None if there was none."""
@@ -309,22 +309,22 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def policy_versions(self) -> NDArray[np.int64]:
-        """The policy version that sampled each token, int64 [T]; for prompt tokens, the version at admission."""
+        """The policy version that sampled each of T tokens, int64 [T]; for prompt tokens, the version at their admission."""
         return self._versions(self.policy_spans)
 
     @property
     def kv_versions(self) -> NDArray[np.int64]:
-        """The policy version that computed each position's KV, int64 [T]; the current version if not yet computed."""
+        """The policy version that computed each of T positions' KV, int64 [T]; if not yet computed, the current version."""
         return self._versions(self.kv_spans)
 
     @property
     def policy_staleness(self) -> torch.Tensor:
-        """The number of weight updates since each token was sampled, int32 [T]."""
+        """The number of weight updates since each of T tokens was sampled, int32 [T]."""
         return self._staleness(self.policy_versions)
 
     @property
     def kv_cache_staleness(self) -> torch.Tensor:
-        """The number of weight updates since each position's KV was computed, int32 [T]."""
+        """The number of weight updates since the KV of each of T positions was computed, int32 [T]."""
         return self._staleness(self.kv_versions)
 
     def _versions(self, spans: VersionSpans) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ _numbers = count()
 
 
 def watch(watched: Any) -> None:
-    """Include an object in every report from now on, as long as it lives.
+    """Include an object in every later report for as long as the object exists.
 
     Args:
         watched: an object with a method `describe_state()`, which returns lines of text, with details indented. The method

@@ -52,7 +52,7 @@ class KeptSets(NamedTuple):
 
 
 def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets | None:
-    """Return the sets from which the requests' tokens were drawn, with `columns` columns; None if no request has sets.
+    """Return the sets from which N requests' tokens were drawn, with counts [N, `columns`]; None if no request has sets.
 
     Raises:
         ValueError: the sets of a request do not match its tokens.

@@ -62,7 +62,7 @@ class EpisodePlayer:
         self._futures: dict[Episode, Future[None]] = {}
         self._played_s = 0.0
         self._due: dict[int, float] = {}
-        """Group id → deadline of the group's episodes, in seconds of playing time, if they have a deadline."""
+        """Group id → deadline of the group's episodes, in seconds of playing time; only for groups with a deadline."""
         self._looked_at: float | None = None
         self._loop: LoopThread | None = None
         # Guard the finishing of an episode: its coroutine and its deadline may both try to finish it.

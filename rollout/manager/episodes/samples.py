@@ -112,7 +112,7 @@ class OpenSamples:
             self._signalled = False
 
     def apply(self, backend: Backend) -> None:
-        """Queue new completions and abort cancelled ones; the caller holds the engine's lock."""
+        """Queue new completions in `backend` and abort cancelled ones. The caller must hold the engine's lock."""
         with self._changed:
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
