@@ -96,8 +96,8 @@ def attach(optimizer: object, manager: Rollout, *, mode: Mode = None) -> Attachm
     (accelerate's `AcceleratedOptimizer`). Attach after `accelerator.prepare` or sharding, when the optimizer holds its final
     parameters. With DeepSpeed, pass its engine or its optimizer (`deepspeed.initialize` returns both).
 
-    The version is not raised by a torch optimizer's step when no parameter has a gradient, a step skipped by `GradScaler`,
-    a step that raises, or the empty step by which `torch.distributed.checkpoint` initialises optimizer state. If a step
+    Some steps do not raise the version: a torch optimizer's step without any gradient, a step that `GradScaler` skips, a
+    step that raises, and the empty step by which `torch.distributed.checkpoint` initialises optimizer state. If a step
     that raised may have changed weights, call `manager.weights_updated()`. A step with learning rate 0 raises the version.
     If two optimizers step one model, every step of both raises it.
 

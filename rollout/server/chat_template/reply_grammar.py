@@ -112,7 +112,7 @@ def _parameters(place: int, schema: Mapping[str, Any], around: tuple[str, str], 
 
     Args:
         place: index of the tool, which makes the names of the rules unique.
-        schema: JSON schema of the tool's parameters.
+        schema: JSON schema of the tool's parameters. Unless `strict`, its unsupported keywords are ignored.
         around: the texts before and after a value, as in `ToolFormat.parameter`.
     """
     rules, names = [], []

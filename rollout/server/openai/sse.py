@@ -113,7 +113,7 @@ class EventStream(Response):
 
     Args:
         serving: state of the server. While the server is stopping, aborts are reported as a shutdown.
-        first: first bytes of the body. Since they exist, the status is 200; a later error becomes an `error` event.
+        first: first bytes of the body. They are sent with status 200, so a later error becomes an `error` event.
         source: generator of the remaining bytes. It is always closed at the end.
     """
 
