@@ -2,6 +2,9 @@
 //
 // Each row of a task carries its own running maximum and sum (online softmax, arXiv 1805.02867) from tile to tile of its keys,
 // and tiles begin at multiples of KEYS. So a row's bits depend on its own keys alone, not on the other rows of its task.
+//
+// Keys are transposed on the way, so that a lane sums the score of one key and no vector has to be summed across its lanes. With
+// instructions for bfloat16 the weights are rounded to it; their sum is not.
 
 #pragma once
 
@@ -10,77 +13,143 @@
 #include <vector>
 
 #include "cpu_attention_plan.h"
-#include "cpu_matmul.h"
+#include "cpu_linear.h"
 #include "cpu_team.h"
+#include "cpu_units.h"
 
-static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+static int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-static int64_t most_rows(int64_t kv_heads) { return std::max(ROWS, FEW_ROWS * kv_heads); }
-
-// Floats of scratch memory per thread.
-static int64_t attention_scratch(const Attention& a) {
-    return most_rows(a.kv_heads) * (padded(a.head_dim) + padded(a.value_dim) + KEYS + 3);
-}
-
-// Running state of the rows of one job across tiles: head after head, `rows` each.
+// State of the rows of one job across tiles: head after head, `rows` each.
 template <typename T>
 struct Rows {
-    T* query;  // [heads * rows, padded head_dim]
-    float *acc, *weights;  // [heads * rows, padded value_dim], [heads * rows, KEYS]
-    float *peak, *total, *decay;
+    typedef Multiplied<T> C;
+    static constexpr int64_t STRIDE = KEYS * sizeof(float) / sizeof(C);  // from one row's weights to the next
     int64_t rows, key_width, value_width;
+    float* panel;                 // [units of a key, KEYS], the transposed keys of one head
+    C* query;                     // [heads * rows, key_width]
+    float *acc, *scores;          // [heads * rows, value_width], [heads * rows, KEYS]
+    float *total, *peak, *decay;  // [heads * rows, LANES], to be summed; [heads * rows] each
+    T* zeros;                     // a value for each head, the partner of one without
 
-    Rows(const Attention& a, int64_t rows, float* scratch)
-        : rows(rows), key_width(padded(a.head_dim)), value_width(padded(a.value_dim)) {
-        const int64_t most = most_rows(a.kv_heads);
-        query = reinterpret_cast<T*>(scratch);
-        acc = scratch + most * key_width;
-        weights = acc + most * value_width;
-        peak = weights + most * KEYS;
-        total = peak + most;
-        decay = total + most;
+    Rows(const Attention& a, int64_t rows)
+        : rows(rows), key_width(padded(a.head_dim, LANES * Units<C>::DEEP)), value_width(padded(a.value_dim, ACROSS)) {
+        const int64_t most = std::max(ROWS, FEW_ROWS * a.kv_heads), size = a.kv_heads * a.value_dim;
+        panel = team::scratch<float>(key_width * KEYS + most * (key_width + value_width + KEYS + LANES + 2) + LANES + size);
+        acc = panel + key_width * (KEYS + most);
+        scores = acc + most * value_width;
+        total = scores + most * KEYS;
+        peak = total + most * LANES;
+        decay = peak + most;
+        query = reinterpret_cast<C*>(panel + key_width * KEYS);
+        zeros = reinterpret_cast<T*>(decay + most + LANES);
+        std::fill(zeros, zeros + size, T{});
     }
+    // Weights take the place of their scores.
+    C* weights(int64_t row) const { return reinterpret_cast<C*>(scores) + row * STRIDE; }
 };
 
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-// J vectors of M rows: acc = acc * decay + weights · values, whose elements begin at `column`.
-template <int M, int J, bool CUT, typename T>
-static inline void weigh(const float* weights, const T* const* values, int64_t column, int64_t from, int64_t to,
-                         float* acc, int64_t stride, const float* decay, int64_t tail, Ahead& ahead) {
-    vec sum[M][J];
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < J; j++) sum[m][j] = load(acc + m * stride + j * LANES) * decay[m];
-    for (int64_t s = from; s < to; s++) {
-        ahead.step();
-        vec v[J];
-        for (int j = 0; j < J; j++)
-            v[j] = CUT && j == J - 1 ? load_first(values[s] + column + j * LANES, tail) : load(values[s] + column + j * LANES);
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < J; j++) sum[m][j] += v[j] * weights[m * KEYS + s];
-    }
-    for (int m = 0; m < M; m++)
-        for (int j = 0; j < J; j++) store(acc + m * stride + j * LANES, sum[m][j]);
+// use(Count<n>) for an n of 1 to N.
+template <int N, typename Use>
+static inline void counted(int64_t n, Use&& use) {
+    if (n == N) use(Count<N>{});
+    else if constexpr (N > 1) counted<N - 1>(n, use);
 }
 
-template <int J, typename T>
-static inline void weigh_rows(int64_t rows, const float* weights, const T* const* values, int64_t column, int64_t from,
-                              int64_t to, float* acc, int64_t stride, const float* decay, int64_t tail, Ahead& ahead) {
-    const auto some = [&](auto m, int64_t r) {
-        constexpr int M = decltype(m)::value;
-        if (tail) weigh<M, J, true>(weights + r * KEYS, values, column, from, to, acc + r * stride, stride, decay + r, tail, ahead);
-        else weigh<M, J, false>(weights + r * KEYS, values, column, from, to, acc + r * stride, stride, decay + r, 0, ahead);
-    };
-    int64_t r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS) some(Count<TILE_ROWS>{}, r);
-    switch (rows - r) {
-        case 1: some(Count<1>{}, r); break;
-        case 2: if constexpr (TILE_ROWS > 2) some(Count<2>{}, r); break;
-        case 3: if constexpr (TILE_ROWS > 3) some(Count<3>{}, r); break;
-        case 4: if constexpr (TILE_ROWS > 4) some(Count<4>{}, r); break;
-        case 5: if constexpr (TILE_ROWS > 5) some(Count<5>{}, r); break;
+// use(Count<number of rows>, first row)
+template <typename Use>
+static inline void each_row_tile(int64_t rows, Use&& use) {
+    for (int64_t i = 0; i < rows; i += TILE_ROWS)
+        counted<TILE_ROWS>(std::min<int64_t>(TILE_ROWS, rows - i), [&](auto m) { use(m, i); });
+}
+
+// use(m, n) for all m and n, with constants as types.
+template <int M, int N, typename Use>
+INLINE static inline void each_sum(Use&& use) {
+    each_of(std::make_integer_sequence<int, M>{}, [&](auto m) INLINE {
+        each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE { use(m, n); });
+    });
+}
+
+// use(u, vector of the keys' units u) for LANES keys, which are transposed; zeros behind their last units.
+template <typename T, typename Use>
+INLINE static inline void each_unit(const T* const* keys, int64_t depth, Ahead& ahead, Use&& use) {
+    constexpr int64_t STEP = LANES * Units<Multiplied<T>>::DEEP;
+    constexpr std::make_integer_sequence<int, LANES> ALL;
+    for (int64_t d = 0, u = 0; d < depth; d += STEP, u += LANES) {
+        vec units[LANES];
+        if (d + STEP <= depth) each_of(ALL, [&](auto i) INLINE { units[i] = load_units(keys[i] + d); });
+        else each_of(ALL, [&](auto i) INLINE { units[i] = load_units(keys[i] + d, depth - d); });
+        transpose(units);
+        each_of(ALL, [&](auto i) INLINE {
+            if (i % 4 == 0) ahead.step(4);
+            use(u + i, units[i]);
+        });
     }
+}
+
+// Scores of M rows with LANES keys, which nothing else needs. The order of each sum depends on the depth alone, here and below.
+template <int M, typename T, typename C>
+static inline void score_once(const C* query, int64_t stride, const T* const* keys, int64_t depth, float* scores, Ahead& ahead) {
+    typedef Units<C> U;
+    vec sum[M][1];
+    each_sum<M, 1>([&](auto m, auto n) INLINE { sum[m][n] = vec{}; });
+    each_unit(keys, depth, ahead, [&](int64_t u, vec units) INLINE {
+        each_sum<M, 1>([&](auto m, auto n) INLINE {
+            sum[m][n] = U::add(sum[m][n], U::spread(query + m * stride + u * U::DEEP), U::of(units));
+        });
+    });
+    each_sum<M, 1>([&](auto m, auto n) INLINE { store(scores + m * KEYS, sum[m][n]); });
+}
+
+// sum[m][n] += row m · vector n, for one unit of the rows.
+template <int M, int N, typename C>
+INLINE static inline void add_products(vec (&sum)[M][N], const C* rows, int64_t stride, const typename Units<C>::Operand (&y)[N]) {
+    each_of(std::make_integer_sequence<int, M>{}, [&](auto m) INLINE {
+        typename Units<C>::Operand x = Units<C>::spread(rows + m * stride);
+        in_register(x);
+        each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE { sum[m][n] = Units<C>::add(sum[m][n], x, y[n]); });
+    });
+}
+
+// Scores of M rows with N vectors of keys in a panel.
+template <int M, int N, typename C>
+static inline void score(const C* query, int64_t stride, const float* panel, int64_t units, float* scores, Ahead& ahead) {
+    typedef Units<C> U;
+    vec sum[M][N];
+    each_sum<M, N>([&](auto m, auto n) INLINE { sum[m][n] = vec{}; });
+    ahead.step(units);
+    for (int64_t u = 0; u < units; u++) {
+        typename U::Operand y[N];
+        each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE { y[n] = U::of(load(panel + u * KEYS + n * LANES)); });
+        add_products<M, N, C>(sum, query + u * U::DEEP, stride, y);
+    }
+    each_sum<M, N>([&](auto m, auto n) INLINE { store(scores + m * KEYS + n * LANES, sum[m][n]); });
+}
+
+constexpr int FEW_SUMS = 12;  // up to which prefetching goes between products; with more of them it would cost registers
+
+// N pairs of vectors of M rows: acc = acc * decay + weights · values, of which the `columns` from `column` on.
+template <int M, int N, bool CUT, typename T, typename C>
+static inline void weigh(const C* weights, const T* const* values, int64_t column, int64_t columns, int64_t from, int64_t to,
+                         float* acc, int64_t stride, const float* decay, Ahead& ahead) {
+    constexpr int64_t DEEP = Units<C>::DEEP;
+    vec sum[M][2 * N];
+    each_sum<M, 2 * N>([&](auto m, auto n) INLINE { sum[m][n] = load(acc + m * stride + n * LANES) * decay[m]; });
+    if (M * 2 * N > FEW_SUMS) ahead.step((to - from) / DEEP);
+    for (int64_t s = from / DEEP * DEEP; s < to; s += DEEP) {
+        if (M * 2 * N <= FEW_SUMS) ahead.step();
+        typename Units<C>::Operand v[2 * N], both[2];
+        each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE {
+            const int64_t real = CUT && n == N - 1 ? columns - n * ACROSS : ACROSS;
+            Across<T>::take(values[s] + column + n * ACROSS, values[s + DEEP - 1] - values[s], DEEP, real, both);
+            v[2 * n] = both[0], v[2 * n + 1] = both[1];
+        });
+        add_products<M, 2 * N, C>(sum, weights + s, Rows<T>::STRIDE, v);
+    }
+    each_sum<M, 2 * N>([&](auto m, auto n) INLINE { store(acc + m * stride + n * LANES, sum[m][n]); });
 }
 
 // Scales one row's scores and cuts them to [low, high); returns the largest.
@@ -100,33 +169,43 @@ static inline float scaled(float* row, int64_t low, int64_t high, float scaling,
     return largest(top);
 }
 
-// Turns one row's scores into weights: scaled, cut to [low, high), exponentiated. Returns the decay of its earlier sums.
-static inline float soften(float* row, int64_t low, int64_t high, float scaling, float softcap, float& peak, float& total) {
-    if (low >= high) {
-        for (int64_t i = 0; i < KEYS; i += LANES) store(row + i, vec{});
-        return 1.0f;
+// Turns scores into weights, for `rows` rows from `first` on, of keys [low, high) of the tile that begins at `start`.
+template <typename T>
+static inline void soften(const Attention& a, const Rows<T>& r, int64_t first, int64_t rows, const int64_t* seen, int64_t start,
+                          int64_t low, int64_t high) {
+    float *peak = r.peak + first, *decay = r.decay + first;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t above = std::min(high, seen[i] + 1 - start), below = std::max(low, a.oldest(seen[i]) - start);
+        decay[i] = peak[i];
+        peak[i] = std::max(peak[i], scaled(r.scores + (first + i) * KEYS, below, above, a.scaling, a.softcap));
     }
-    const float now = std::max(peak, scaled(row, low, high, scaling, softcap));
-    const float base = now == -INFINITY ? 0.0f : now;
-    const float decay = now == peak && now != -INFINITY ? 1.0f : exponential(vec{} + (peak - base))[0];
-    vec partial = vec{};
-    for (int64_t i = 0; i < KEYS; i += LANES) {
-        const vec e = exponential<true>(load(row + i) - base);
-        store(row + i, e);
-        partial += e;
+    // A vector may reach beyond these rows: other decays are written before they are read.
+    for (int64_t i = 0; i < rows; i += LANES) {
+        const vec now = load(peak + i);
+        store(decay + i, exponential<true>(load(decay + i) - (now == -INFINITY ? vec{} : now)));
     }
-    total = total * decay + sum(partial);
-    peak = now;
-    return decay;
+    for (int64_t i = 0; i < rows; i++) {
+        const float base = peak[i] == -INFINITY ? 0.0f : peak[i];
+        float *row = r.scores + (first + i) * KEYS, *total = r.total + (first + i) * LANES;
+        vec sum = load(total) * decay[i];
+        for (int64_t k = 0; k < KEYS; k += LANES) {
+            const vec e = exponential<true>(load(row + k) - base);
+            store_rounded(r.weights(first + i) + k, e);
+            sum += e;
+        }
+        store(total, sum);
+    }
 }
 
 // The keys of a range for rows [begin, end) of each of the KV heads [head, head + heads).
 template <typename T>
 static void scan(const Attention& a, Range range, int64_t head, int64_t heads, int64_t begin, int64_t end, const int64_t* seen,
                  const Rows<T>& r, Upcoming& upcoming) {
+    constexpr int64_t DEEP = Units<Multiplied<T>>::DEEP, WIDE_PART = 2 * ACROSS;
     const T *keys = static_cast<const T*>(a.keys) + head * a.head_dim, *values = static_cast<const T*>(a.values) + head * a.value_dim;
-    const int64_t rows = end - begin, piece = piece_of<T>(a, heads);
-    const int64_t row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, parts = (a.value_dim + 4 * LANES - 1) / (4 * LANES);
+    const int64_t rows = end - begin, units = (a.head_dim + DEEP - 1) / DEEP;
+    const int64_t row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, parts = (a.value_dim + WIDE_PART - 1) / WIDE_PART;
+    const bool few = rows <= FEW_ROWS;  // then no panel is worth its writing
     int64_t slots[KEYS];
     for (; range.from < range.to; range.from = range.tile().to) {
         const Range tile = range.tile();
@@ -137,44 +216,51 @@ static void scan(const Attention& a, Range range, int64_t head, int64_t heads, i
             key[s] = keys + slots[s] * a.kv_heads * a.head_dim;
             value[s] = values + slots[s] * a.kv_heads * a.value_dim;
         }
-        each_piece(low, high, piece, [&](int64_t from, int64_t to) {
-            upcoming.begin(heads * ((to + 3) / 4 - from / 4));
+        if (low % 2) value[low - 1] = r.zeros;  // values are weighed in pairs
+        if (high % 2) value[high] = r.zeros;
+        each_piece(low, high, upcoming.piece, [&](int64_t from, int64_t to) {
+            const int64_t first = from / LANES * LANES, vectors = (to - first + LANES - 1) / LANES, panels = (vectors + 3) / 4;
+            upcoming.begin(heads * (vectors * padded(units, LANES) + (few ? 0 : panels * row_tiles * units)));
             for (int64_t h = 0; h < heads; h++) {
-                const int64_t first = h * r.rows + begin;
-                float* weights = r.weights + first * KEYS;
-                for (int64_t s = from / 4 * 4; s < to; s += 4) {
-                    const T* four[1][4];
-                    for (int64_t i = 0; i < 4; i++) four[0][i] = key[std::min(std::max(s + i, low), high - 1)] + h * a.head_dim;
-                    upcoming.ahead.step();
-                    tiles(r.query + first * r.key_width, r.key_width, rows, four, 1, a.head_dim, Next<T>{nullptr, 0, 0},
-                          [&](int64_t row, int64_t, vec4 v) { *reinterpret_cast<vec4*>(weights + row * KEYS + s) = v; });
+                const auto* query = r.query + (h * r.rows + begin) * r.key_width;
+                float* scores = r.scores + (h * r.rows + begin) * KEYS;
+                for (int64_t s = first; s < to; s += LANES) {
+                    const T* some[LANES];
+                    for (int64_t i = 0; i < LANES; i++) some[i] = key[std::min(std::max(s + i, low), high - 1)] + h * a.head_dim;
+                    if (few)
+                        counted<FEW_ROWS>(rows, [&](auto m) {
+                            score_once<decltype(m)::value>(query, r.key_width, some, a.head_dim, scores + s, upcoming.ahead);
+                        });
+                    else
+                        each_unit(some, a.head_dim, upcoming.ahead, [&](int64_t u, vec one) INLINE { store(r.panel + u * KEYS + s, one); });
                 }
+                for (int64_t s = first; s < to && !few; s += 4 * LANES)
+                    counted<4>(std::min<int64_t>(4, (to - s + LANES - 1) / LANES), [&](auto n) {
+                        each_row_tile(rows, [&](auto m, int64_t i) {
+                            score<decltype(m)::value, decltype(n)::value>(query + i * r.key_width, r.key_width, r.panel + s, units,
+                                                                          scores + i * KEYS + s, upcoming.ahead);
+                        });
+                    });
             }
         });
-        for (int64_t h = 0; h < heads; h++) {
-            for (int64_t row = begin; row < end; row++) {
-                const int64_t at = h * r.rows + row;
-                const int64_t above = std::min(high, seen[row] + 1 - start), below = std::max(low, a.oldest(seen[row]) - start);
-                r.decay[at] = soften(r.weights + at * KEYS, below, above, a.scaling, a.softcap, r.peak[at], r.total[at]);
-            }
-        }
-        each_piece(low, high, piece, [&](int64_t from, int64_t to) {
-            upcoming.begin(heads * parts * row_tiles * (to - from));
+        for (int64_t h = 0; h < heads; h++) soften(a, r, h * r.rows + begin, rows, seen + begin, start, low, high);
+        each_piece(low, high, upcoming.piece, [&](int64_t from, int64_t to) {
+            upcoming.begin(heads * parts * row_tiles * ((to - from + DEEP - 1) / DEEP));
             for (int64_t h = 0; h < heads; h++) {
                 const int64_t first = h * r.rows + begin;
                 float* decay = r.decay + first;
-                for (int64_t column = 0; column < a.value_dim; column += 4 * LANES) {
-                    const int64_t left = a.value_dim - column, tail = left < 4 * LANES ? left % LANES : 0;
-                    const auto part = [&](auto j) {
-                        weigh_rows<decltype(j)::value>(rows, r.weights + first * KEYS, value, h * a.value_dim + column, from, to,
-                                                       r.acc + first * r.value_width + column, r.value_width, decay, tail, upcoming.ahead);
+                for (int64_t column = 0; column < a.value_dim; column += WIDE_PART) {
+                    const int64_t left = std::min(a.value_dim - column, WIDE_PART);
+                    const auto go = [&](auto m, auto n, auto cut, int64_t i) {
+                        weigh<decltype(m)::value, decltype(n)::value, decltype(cut)::value>(
+                            r.weights(first + i), value, h * a.value_dim + column, left, from, to,
+                            r.acc + (first + i) * r.value_width + column, r.value_width, decay + i, upcoming.ahead);
                     };
-                    switch (std::min<int64_t>(4, (left + LANES - 1) / LANES)) {
-                        case 1: part(Count<1>{}); break;
-                        case 2: part(Count<2>{}); break;
-                        case 3: part(Count<3>{}); break;
-                        case 4: part(Count<4>{}); break;
-                    }
+                    counted<2>((left + ACROSS - 1) / ACROSS, [&](auto n) {
+                        each_row_tile(rows, [&](auto m, int64_t i) {
+                            left % ACROSS ? go(m, n, std::true_type{}, i) : go(m, n, std::false_type{}, i);
+                        });
+                    });
                 }
                 std::fill(decay, decay + rows, 1.0f);
             }
@@ -183,9 +269,9 @@ static void scan(const Attention& a, Range range, int64_t head, int64_t heads, i
 }
 
 template <typename T>
-static void attend(const Attention& a, const Task& task, int64_t head, int64_t heads, float* scratch, Upcoming& upcoming) {
+static void attend(const Attention& a, const Task& task, int64_t head, int64_t heads, Upcoming& upcoming) {
     const int64_t group = a.heads / a.kv_heads, rows = (task.end - task.begin) * group;
-    const Rows<T> r(a, rows, scratch);
+    const Rows<T> r(a, rows);
     int64_t seen[ROWS];
     for (int64_t row = 0; row < rows; row++) seen[row] = a.positions[task.begin + row / group];
     // Row i of head h: position task.begin + i / group, query head h * group + i % group.
@@ -195,11 +281,13 @@ static void attend(const Attention& a, const Task& task, int64_t head, int64_t h
                 use(h * rows + row, task.begin + row / group, (head + h) * group + row % group);
     };
     each_row([&](int64_t i, int64_t at, int64_t query_head) {
-        std::memcpy(r.query + i * r.key_width, static_cast<const T*>(a.query) + at * a.query_stride + query_head * a.head_dim,
-                    a.head_dim * sizeof(T));
+        const T* query = static_cast<const T*>(a.query) + at * a.query_stride + query_head * a.head_dim;
+        auto* to = r.query + i * r.key_width;
+        std::fill(std::transform(query, query + a.head_dim, to, as<Multiplied<T>, T>), to + r.key_width, Multiplied<T>{});
         // A sink is one more score, before all others; its value is zero.
         r.peak[i] = a.sinks ? a.sinks[query_head] : -INFINITY;
-        r.total[i] = a.sinks ? 1.0f : 0.0f;
+        std::fill(r.total + i * LANES, r.total + (i + 1) * LANES, 0.0f);
+        if (a.sinks) r.total[i * LANES] = 1.0f;
         std::fill(r.acc + i * r.value_width, r.acc + (i + 1) * r.value_width, 0.0f);
     });
     each_range(a, task, [&](const Range& range, int64_t begin, int64_t end) {
@@ -207,12 +295,15 @@ static void attend(const Attention& a, const Task& task, int64_t head, int64_t h
     });
     each_row([&](int64_t i, int64_t at, int64_t query_head) {
         T* out = static_cast<T*>(a.out) + at * a.out_stride + query_head * a.value_dim;
-        const float scale = 1.0f / r.total[i];
-        if (a.log_sums) a.log_sums[at * a.heads + query_head] = r.peak[i] + std::log(r.total[i]);
-        for (int64_t d = 0; d < a.value_dim; d += LANES) {
-            const vec v = load(r.acc + i * r.value_width + d) * scale;
-            if (d + LANES <= a.value_dim) store(out + d, v);
-            else store_first(out + d, v, a.value_dim - d);
+        const float total = sum(load(r.total + i * LANES)), scale = 1.0f / total;
+        if (a.log_sums) a.log_sums[at * a.heads + query_head] = r.peak[i] + std::log(total);
+        for (int64_t d = 0; d < a.value_dim; d += ACROSS) {
+            vec both[2] = {load(r.acc + i * r.value_width + d), load(r.acc + i * r.value_width + d + LANES)};
+            Across<T>::order(both[0], both[1]);
+            for (int64_t n = 0, left = a.value_dim - d; n < 2 && left > 0; n++, left -= LANES) {
+                if (left >= LANES) store(out + d + n * LANES, both[n] * scale);
+                else store_first(out + d + n * LANES, both[n] * scale, left);
+            }
         }
     });
 }
@@ -229,8 +320,8 @@ static void attention(const Attention& a, const std::vector<Task>& tasks, const 
             const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
             return Plane{static_cast<const char*>(of) + job.head * bytes, job.heads * bytes, a.kv_heads * bytes};
         };
-        Upcoming upcoming(a, plane(a.keys, a.head_dim), plane(a.values, a.value_dim), std::move(ranges), piece_of<T>(a, job.heads));
-        float* scratch = team::scratch<float>(attention_scratch(a));
-        for (int64_t i = job.first; i < job.last; i++) attend<T>(a, tasks[i], job.head, job.heads, scratch, upcoming);
+        Upcoming upcoming(a, plane(a.keys, a.head_dim), plane(a.values, a.value_dim), std::move(ranges),
+                          piece_of<T>(a, tasks[job.first], job.heads));
+        for (int64_t i = job.first; i < job.last; i++) attend<T>(a, tasks[i], job.head, job.heads, upcoming);
     });
 }

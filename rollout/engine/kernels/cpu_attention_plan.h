@@ -137,9 +137,10 @@ constexpr int64_t PIECE_BYTES = 8192;  // of keys or values that are read while 
 
 // Positions of a tile whose keys, and then values, are read together by jobs that take so many heads.
 template <typename T>
-static int64_t piece_of(const Attention& a, int64_t heads) {
+static int64_t piece_of(const Attention& a, const Task& task, int64_t heads) {
+    if ((task.end - task.begin) * a.heads > FEW_ROWS * a.kv_heads) return KEYS;
     const int64_t bytes = heads * std::max(a.head_dim, a.value_dim) * static_cast<int64_t>(sizeof(T));
-    return std::min(KEYS, std::max<int64_t>(8, PIECE_BYTES / bytes / 8 * 8));
+    return std::min(KEYS, std::max<int64_t>(16, PIECE_BYTES / bytes / 16 * 16));
 }
 
 // use(from, to) for the pieces of positions [low, high) of a tile.
@@ -152,9 +153,10 @@ static inline void each_piece(int64_t low, int64_t high, int64_t piece, Use&& us
 class Upcoming {
   public:
     Ahead ahead;
+    const int64_t piece;
 
     Upcoming(const Attention& a, const Plane& keys, const Plane& values, std::vector<Range> ranges, int64_t piece)
-        : a(a), planes{keys, values}, ranges(std::move(ranges)), piece(piece) {
+        : piece(piece), a(a), planes{keys, values}, ranges(std::move(ranges)) {
         advance();
     }
 
@@ -168,7 +170,6 @@ class Upcoming {
     const Attention& a;
     const Plane planes[2];
     std::vector<Range> ranges;  // what is left of them
-    const int64_t piece;
     size_t index = 0;
     int64_t slots[KEYS];
     int64_t low = 0, high = 0, plane = 1;  // of the tile

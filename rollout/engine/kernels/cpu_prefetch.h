@@ -27,8 +27,8 @@ class Ahead {
         if (count) open();
     }
 
-    void step() {
-        for (budget += rate; at && budget >= ONE; budget -= ONE) {
+    void step(int64_t steps = 1) {
+        for (budget += rate * steps; at && budget >= ONE; budget -= ONE) {
             __builtin_prefetch(at);
             at += LINE;
             if (at >= end) open();

@@ -11,8 +11,8 @@
 #include <memory>
 #include <vector>
 
-#include "cpu_lanes.h"
 #include "cpu_team.h"
+#include "cpu_units.h"
 
 namespace tree {
 
@@ -37,42 +37,20 @@ struct Attention {
 
 // A product's operands: `a` in rows, `b` in groups of STEP of its rows, with a group's elements of one column side by side.
 template <typename C>
-struct Product;
-template <>
-struct Product<float> {
-    static constexpr int64_t STEP = 1;
-    typedef vec Operand;
-    static inline Operand spread(const float* p) { return vec{} + *p; }
-    static inline Operand take(const float* p) { return load(p); }
-    static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
-    // Two rows of `b`, [2][width].
-    static inline void pack(float* p, int64_t width, vec first, vec second) {
-        store(p, first);
-        store(p + width, second);
-    }
+struct Product : Units<C> {
+    static constexpr int64_t STEP = Units<C>::DEEP;
+    static inline auto take(const C* p) { return Units<C>::of(load(reinterpret_cast<const float*>(p))); }
 };
+// Two rows of `b`, [2][width].
+static inline void pack(float* p, int64_t width, vec first, vec second) {
+    store(p, first);
+    store(p + width, second);
+}
 #if WIDE && defined(__AVX512BF16__)
-template <>
-struct Product<bf16> {
-    static constexpr int64_t STEP = 2;
-    typedef __m512bh Operand;
-    static inline Operand spread(const bf16* p) {
-        int32_t pair;
-        std::memcpy(&pair, p, sizeof(pair));
-        return (__m512bh)_mm512_set1_epi32(pair);
-    }
-    static inline Operand take(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-    static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
-    static inline __m512i narrow(vec v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
-    static inline void pack(bf16* p, int64_t, vec first, vec second) {
-        _mm512_storeu_si512(p, _mm512_or_si512(narrow(first), _mm512_slli_epi32(narrow(second), 16)));
-    }
-};
-template <typename T>
-using Operand = T;
-#else
-template <typename T>
-using Operand = float;
+static inline void pack(bf16* p, int64_t, vec first, vec second) {
+    const auto narrow = [](vec v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); };
+    _mm512_storeu_si512(p, _mm512_or_si512(narrow(first), _mm512_slli_epi32(narrow(second), 16)));
+}
 #endif
 
 #if WIDE
@@ -122,16 +100,6 @@ static void gemm(const C* a, int64_t rows, const C* b, int64_t width, int64_t de
 // --- blocks of tensors as operands ------------------------------------------------------------------------------------------
 
 static inline int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
-
-template <typename C, typename T>
-static inline C as(T value) {
-    if constexpr (sizeof(C) == sizeof(T)) return value;
-    else {
-        C out;
-        store_one(&out, load_one(&value));
-        return out;
-    }
-}
 
 // `rows` rows of a tensor, with zeros up to BLOCK rows of `wide` columns.
 template <typename C, typename T>
@@ -289,7 +257,7 @@ static void forward_block(const Attention& a, const Plan& plan, int64_t head, in
 
 template <typename T>
 static void forward(const Attention& a, const team::Crew& crew) {
-    typedef Operand<T> C;
+    typedef Multiplied<T> C;
     const Plan plan(a);
     const int64_t D = padded(a.head_dim), V = padded(a.value_dim), size = plan.blocks * BLOCK;
     const Buffer<C> keys(a.kv_heads * size * D), values(a.kv_heads * size * V);
@@ -339,8 +307,8 @@ static inline void two_rows(const Attention& a, const Plan& plan, const Pair& pa
             ds[n] = p[n] * (load(products + r * BLOCK + i) - deltas[r]) * slope;
             store(gradient_rows + r * BLOCK + i, ds[n]);
         }
-        Product<C>::pack(weights + row * BLOCK + i * Product<C>::STEP, BLOCK, p[0], p[1]);
-        Product<C>::pack(gradients + row * BLOCK + i * Product<C>::STEP, BLOCK, ds[0], ds[1]);
+        pack(weights + row * BLOCK + i * Product<C>::STEP, BLOCK, p[0], p[1]);
+        pack(gradients + row * BLOCK + i * Product<C>::STEP, BLOCK, ds[0], ds[1]);
     }
 }
 
@@ -411,7 +379,7 @@ static void add_parts(const Strided& to, int64_t kv_head, int64_t first, int64_t
 
 template <typename T>
 static void backward(const Attention& a, const team::Crew& crew) {
-    typedef Operand<T> C;
+    typedef Multiplied<T> C;
     const Plan plan(a);
     const int64_t D = padded(a.head_dim), V = padded(a.value_dim), size = plan.blocks * BLOCK, group = a.heads / a.kv_heads;
     const KeyForms<C> forms(a.kv_heads * size, D, V);

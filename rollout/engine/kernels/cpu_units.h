@@ -1,0 +1,99 @@
+// Products of units of 32 bits: two neighbouring bfloat16s where the processor multiplies two at a time, otherwise one float32.
+
+#pragma once
+
+#include "cpu_matmul.h"
+
+template <typename T>
+struct Units {
+    static constexpr int64_t DEEP = 1;  // elements
+    typedef vec Operand;
+    static inline Operand of(vec units) { return units; }
+    static inline Operand spread(const T* p) { return vec{} + load_one(p); }
+    static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
+};
+#if WIDE && defined(__AVX512BF16__)
+template <>
+struct Units<bf16> {
+    static constexpr int64_t DEEP = 2;
+    typedef __m512bh Operand;
+    static inline Operand of(vec units) { return (__m512bh)units; }
+    static inline Operand spread(const bf16* p) {
+        int32_t pair;
+        std::memcpy(&pair, p, sizeof(pair));
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+    static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
+};
+static inline void store_rounded(bf16* p, vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+template <typename T>
+using Multiplied = T;
+#else
+template <typename T>
+using Multiplied = float;
+#endif
+static inline void store_rounded(float* p, vec v) { store(p, v); }
+
+// Widens an element to the type that is multiplied.
+template <typename C, typename T>
+static inline C as(T value) {
+    if constexpr (sizeof(C) == sizeof(T)) return value;
+    else return load_one(&value);
+}
+
+// Units of a row of T, zeros behind its last element.
+template <typename T>
+static inline vec load_units(const T* p) {
+    if constexpr (Units<Multiplied<T>>::DEEP == 1) return load(p);
+    else return load(reinterpret_cast<const float*>(p));
+}
+template <typename T>
+static inline vec load_units(const T* p, int64_t count) {
+    T all[LANES * Units<Multiplied<T>>::DEEP] = {};
+    std::memcpy(all, p, count * sizeof(T));
+    return load_units(all);
+}
+
+// Swaps the rows and columns of a square.
+INLINE static inline void transpose(vec (&rows)[LANES]) {
+    vec next[LANES];
+#if WIDE
+    constexpr std::make_integer_sequence<int, LANES / 2> PAIRS;
+    typedef __m512 F;
+    typedef __m512d D;
+    // Four by four within quarters, then the quarters.
+    each_of(PAIRS, [&](auto i) INLINE {
+        next[2 * i] = (vec)_mm512_unpacklo_ps((F)rows[2 * i], (F)rows[2 * i + 1]);
+        next[2 * i + 1] = (vec)_mm512_unpackhi_ps((F)rows[2 * i], (F)rows[2 * i + 1]);
+    });
+    each_of(PAIRS, [&](auto i) INLINE {
+        constexpr int first = i / 2 * 4 + i % 2;
+        rows[first / 4 * 4 + i % 2 * 2] = (vec)_mm512_unpacklo_pd((D)next[first], (D)next[first + 2]);
+        rows[first / 4 * 4 + i % 2 * 2 + 1] = (vec)_mm512_unpackhi_pd((D)next[first], (D)next[first + 2]);
+    });
+    each_of(PAIRS, [&](auto i) INLINE {
+        constexpr int first = i / 4 * 8 + i % 4;
+        next[first] = (vec)_mm512_shuffle_f32x4((F)rows[first], (F)rows[first + 4], 0x88);
+        next[first + 4] = (vec)_mm512_shuffle_f32x4((F)rows[first], (F)rows[first + 4], 0xdd);
+    });
+    each_of(PAIRS, [&](auto i) INLINE {
+        rows[i] = (vec)_mm512_shuffle_f32x4((F)next[i], (F)next[i + 8], 0x88);
+        rows[i + 8] = (vec)_mm512_shuffle_f32x4((F)next[i], (F)next[i + 8], 0xdd);
+    });
+#else
+    const auto part = [](vec& of, int at) { return reinterpret_cast<vec4*>(&of) + at / 4; };
+    for (int r = 0; r < LANES; r += 4)
+        for (int c = 0; c < LANES; c += 4) {
+            const vec4 w = *part(rows[r], c), x = *part(rows[r + 1], c), y = *part(rows[r + 2], c), z = *part(rows[r + 3], c);
+            const vec4 low[2] = {SHUFFLE4(w, x, 0, 4, 1, 5), SHUFFLE4(y, z, 0, 4, 1, 5)};
+            const vec4 high[2] = {SHUFFLE4(w, x, 2, 6, 3, 7), SHUFFLE4(y, z, 2, 6, 3, 7)};
+            *part(next[c], r) = SHUFFLE4(low[0], low[1], 0, 1, 4, 5);
+            *part(next[c + 1], r) = SHUFFLE4(low[0], low[1], 2, 3, 6, 7);
+            *part(next[c + 2], r) = SHUFFLE4(high[0], high[1], 0, 1, 4, 5);
+            *part(next[c + 3], r) = SHUFFLE4(high[0], high[1], 2, 3, 6, 7);
+        }
+    std::copy(next, next + LANES, rows);
+#endif
+}
