@@ -6,8 +6,6 @@ More of them: python -m tests.lives --seeds 0 1000; one event by event: python -
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +16,9 @@ from tests.lives import ARCHITECTURES, RECURRENT, Life
 from tests.models import make_model
 from tests.oracle import Policy, check_record
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to")
 
 LIVES = int(os.environ.get("ROLLOUT_LIVES", "12"))
-
-
-@pytest.fixture(autouse=True)
-def nobody_minds_clamped_budgets() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is clamped to")
-        yield
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,10 @@ def test_models_of_every_plan_sample_what_one_process_samples(nursery, tmp_path)
             assert_same(mine, like)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.21"),
+    reason=f"transformers {transformers.__version__} runs no split Gemma with images: 5.21 does",
+)
 def test_images_are_what_one_process_makes_of_them(nursery, tmp_path):
     """The first rank runs the vision tower. Gemma 4's plan splits it, so its images are refused."""
     names, alone, folders = ["qwen2_5_vl", "gemma3"], {}, {}
@@ -162,7 +166,9 @@ def test_other_kinds_of_parallelism_are_refused_by_name(nursery, folder):
     for told in run_together(nursery, 2, jobs.other_kinds, folder=folder):
         for kind, message in told.items():
             assert message.startswith("UnsupportedModelError: ")
-            assert f"{kind} parallelism" in message
+            # Before 5.19 transformers does not tell of a pipeline; its layers are missing.
+            untold = kind == "pipeline" and Version(transformers.__version__) < Version("5.19")
+            assert ("layers go through" if untold else f"{kind} parallelism") in message
 
 
 def test_a_member_that_dies_ends_the_group_by_name(nursery, folder):

@@ -38,7 +38,6 @@ KEY = "sk-fuzz"
 # A request of many samples takes its time, and one to a paused engine all there is: then it is a 408.
 CONFIG = ServerConfig(port=0, api_key=KEY, admin=True, served_model_name="m", request_timeout_s=0.5)
 EXAMPLES = int(os.environ.get("ROLLOUT_FUZZ_EXAMPLES", "0"))
-FEW = 4
 ALIKE = 10
 """Cases at a boundary are many and alike: of one kind for one route so many are sent, and of the others one in twenty."""
 CHECKS = [
