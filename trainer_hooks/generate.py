@@ -361,12 +361,12 @@ class _Changes:
         )
 
 
-def _wrap(model_class: type) -> None:
+def _wrap(of_class: Any) -> None:
     """Wrap a model class's generation loops to call the hook of a module that has one. Do nothing if already wrapped."""
-    of_class: Any = model_class
     if hasattr(of_class._sample, "serves"):
         return
-    own_sample, own_images = of_class._sample, of_class._prepare_multimodal_encoder_kwargs_for_generation
+    own_sample = of_class._sample
+    own_images: Any = getattr(of_class, "_prepare_multimodal_encoder_kwargs_for_generation", None)  # None before 5.18
 
     @wraps(own_sample)
     def sample(
