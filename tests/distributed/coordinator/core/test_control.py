@@ -84,8 +84,7 @@ def test_a_harmless_call_completes_when_every_engine_has_answered_and_changes_no
 
 
 @pytest.mark.parametrize("version", [2, -1, "3", None])
-def test_versions_only_rise(version):
-    job = Job()
+def test_versions_only_rise(job, version):
     client = job.client()
     client.call("set_version", 3)
     assert client.answered().error is None
@@ -132,8 +131,7 @@ def test_an_engine_that_could_not_is_named_with_its_reason_once_all_have_answere
     assert done.text == "pause: b: MemoryError: too little"
 
 
-def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_the_engines_have_stopped():
-    job = Job()
+def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_the_engines_have_stopped(job):
     client = job.client()
     rank = job.rank(slots=1)
     client.submit(n=1)
@@ -156,8 +154,7 @@ def test_when_stopped_what_waits_in_the_queue_fails_at_once_and_what_runs_when_t
     assert job.core.control.stopped
 
 
-def test_when_stopped_everything_ends_at_the_deadline_though_an_engine_is_silent():
-    job = Job()
+def test_when_stopped_everything_ends_at_the_deadline_though_an_engine_is_silent(job):
     client, rank = job.client(), job.rank()
     client.submit()
     rank.assigned()

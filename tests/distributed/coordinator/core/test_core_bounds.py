@@ -72,8 +72,7 @@ def test_tokens_that_ranks_compute_are_charged_and_never_refused():
 # --- one frame ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_assignment_that_outgrew_a_frame_fails_its_request_and_no_rank():
-    job = Job()
+def test_an_assignment_that_outgrew_a_frame_fails_its_request_and_no_rank(job):
     client, rank = job.client(), job.rank()
     client.submit()
     assign = rank.assigned()
@@ -115,9 +114,8 @@ def test_of_very_many_hashes_the_first_are_looked_at(monkeypatch):
 # --- errors -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_error_repeats_megabytes():
+def test_no_error_repeats_megabytes(job):
     """`wanted=[2**62] * 900_000` brought 19 MB back, each time."""
-    job = Job()
     client, rank = job.client(), job.rank()
     client.submit(wanted=[2**62] * 100_000)
     client.submit()

@@ -12,8 +12,7 @@ from tests.distributed.coordinator.core.routers import held
 from tests.distributed.coordinator.job import LONG, Job, Line, int32, lose, stretch
 
 
-def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
-    job = Job()
+def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known(job):
     client = job.client()
     first, second = job.rank("a"), job.rank("b")
     client.submit(n=3)
@@ -44,8 +43,7 @@ def test_samples_of_a_lost_rank_go_on_elsewhere_from_the_last_tokens_known():
         ({0: (1, [9]), 1: (0, [9])}, r"samples \[0, 1\] are not of attempt 1"),
     ],
 )
-def test_a_rank_whose_tokens_do_not_follow_is_given_up_and_another_goes_on(rows, words):
-    job = Job()
+def test_a_rank_whose_tokens_do_not_follow_is_given_up_and_another_goes_on(job, rows, words):
     client = job.client()
     first, second = job.rank("a"), job.rank("b")
     client.submit()
@@ -61,8 +59,7 @@ def test_a_rank_whose_tokens_do_not_follow_is_given_up_and_another_goes_on(rows,
     assert again.known[0].token_ids == int32(8)
 
 
-def test_an_engine_that_refuses_a_request_ends_that_one_alone():
-    job = Job()
+def test_an_engine_that_refuses_a_request_ends_that_one_alone(job):
     client, rank = job.client(), job.rank()
     client.submit()
     client.submit()
@@ -77,8 +74,7 @@ def test_an_engine_that_refuses_a_request_ends_that_one_alone():
     assert client.stretches()[0].request_id == 1
 
 
-def test_a_request_under_which_rank_after_rank_dies_fails_by_name_and_its_neighbours_go_on():
-    job = Job()
+def test_a_request_under_which_rank_after_rank_dies_fails_by_name_and_its_neighbours_go_on(job):
     job.core.sessions.max_rank_losses = 3
     client = job.client()
     poison, neighbour = client.submit(), client.submit()
@@ -100,8 +96,7 @@ def test_a_request_under_which_rank_after_rank_dies_fails_by_name_and_its_neighb
     assert client.stretches()[0].request_id == neighbour
 
 
-def test_tokens_of_a_newer_version_wait_for_a_rank_of_that_version_while_others_go_on():
-    job = Job()
+def test_tokens_of_a_newer_version_wait_for_a_rank_of_that_version_while_others_go_on(job):
     client = job.client()
     new, old = job.rank("new"), job.rank("old")
     client.submit()
@@ -210,8 +205,7 @@ def test_a_rank_that_rests_keeps_its_share_for_a_moment_and_then_others_compute_
     assert resting.assigned().request_id == 3
 
 
-def test_while_everybody_rests_nothing_is_taken_from_anybody():
-    job = Job()
+def test_while_everybody_rests_nothing_is_taken_from_anybody(job):
     client = job.client()
     ranks = [job.rank("a"), job.rank("b")]
     client.submit(n=2)

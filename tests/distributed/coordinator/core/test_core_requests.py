@@ -10,8 +10,7 @@ from rollout.requests.block_hash import stream_key
 from tests.distributed.coordinator.job import Job, int32, stretch
 
 
-def test_a_request_goes_to_a_rank_and_its_results_to_its_client_under_its_own_number():
-    job = Job()
+def test_a_request_goes_to_a_rank_and_its_results_to_its_client_under_its_own_number(job):
     client, rank = job.client(), job.rank()
     other = job.client("other")
     other.submit()
@@ -57,8 +56,7 @@ def test_requests_without_a_seed_get_one_by_their_order_of_arrival():
     assert seeds == [stream_key(5, 0), 99, stream_key(5, 2)]
 
 
-def test_request_ids_must_rise():
-    job = Job()
+def test_request_ids_must_rise(job):
     client, rank = job.client(), job.rank()
     client.submit(request_id=5)
     for request_id in (5, 4):
@@ -79,8 +77,7 @@ def test_request_ids_must_rise():
         ({"prompt": "text"}, "InvalidRequestError", "send token ids, or set CoordinatorConfig.tokenizer"),
     ],
 )
-def test_what_can_never_be_served_fails_at_once_and_the_next_is_served(fields, error, words):
-    job = Job()
+def test_what_can_never_be_served_fails_at_once_and_the_next_is_served(job, fields, error, words):
     client, rank = job.client(), job.rank()
     client.submit(**fields)
     assert words in client.failed(error).text
@@ -88,8 +85,7 @@ def test_what_can_never_be_served_fails_at_once_and_the_next_is_served(fields, e
     assert rank.assigned().request_id == 0
 
 
-def test_higher_priority_first_then_the_order_of_arrival():
-    job = Job()
+def test_higher_priority_first_then_the_order_of_arrival(job):
     client = job.client()
     for priority in (0, 2, -1, 2, 0):
         client.submit(priority=priority)
@@ -97,8 +93,7 @@ def test_higher_priority_first_then_the_order_of_arrival():
 
 
 @pytest.mark.parametrize("state", ["running", "paused", "suspended"])
-def test_requests_are_taken_and_aborted_in_every_state(state):
-    job = Job()
+def test_requests_are_taken_and_aborted_in_every_state(job, state):
     client, rank = job.client(), job.rank()
     for signal in {"running": [], "paused": ["pause"], "suspended": ["pause", "suspend"]}[state]:
         client.call(signal)
@@ -111,8 +106,7 @@ def test_requests_are_taken_and_aborted_in_every_state(state):
     assert rank.hear(Cancel).attempt == assign.attempt
 
 
-def test_a_request_fails_by_name_when_its_own_time_has_passed():
-    job = Job()
+def test_a_request_fails_by_name_when_its_own_time_has_passed(job):
     client, rank = job.client(), job.rank()
     client.submit(timeout_s=3.0)
     client.submit()
@@ -151,8 +145,7 @@ def test_a_rank_that_never_gets_ready_is_none():
     assert "1 of data_parallel_size=1 are here" in client.failed("RequestTimeoutError").text
 
 
-def test_a_group_that_is_continued_starts_where_it_stood_and_only_what_is_wanted_is_computed():
-    job = Job()
+def test_a_group_that_is_continued_starts_where_it_stood_and_only_what_is_wanted_is_computed(job):
     client, rank = job.client(), job.rank()
     known = stretch(Assign(9, 9, [], b"", b"", 0, 0, 0.0, 0, []), {1: (0, [5, 6]), 2: (0, [])}, version=0)
     client.submit(n=4, known=[known], wanted=[1, 2])
@@ -174,8 +167,7 @@ def test_a_group_that_is_continued_starts_where_it_stood_and_only_what_is_wanted
         ({3: (0, [5])}, (), "sample 3 of request 0 is not open"),
     ],
 )
-def test_what_is_said_to_be_known_must_make_sense(rows, ended, words):
-    job = Job()
+def test_what_is_said_to_be_known_must_make_sense(job, rows, ended, words):
     client, rank = job.client(), job.rank()
     known = stretch(Assign(9, 9, [], b"", b"", 0, 0, 0.0, 0, []), rows, ended=ended)
     client.submit(n=2, known=[known])

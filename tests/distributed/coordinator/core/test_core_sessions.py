@@ -14,8 +14,7 @@ from tests.distributed.coordinator.job import BLOCK, Job, Line
 @pytest.mark.parametrize(
     "message", [wire.Heartbeat(), wire.Submit(0, b"", 1, b""), wire.Progress([]), wire.StatusQuery(0)]
 )
-def test_a_stranger_is_told_to_connect_anew(message):
-    job = Job()
+def test_a_stranger_is_told_to_connect_anew(job, message):
     stranger = Line(job, b"stranger")
     stranger.say(message)
     refusal = stranger.hear(wire.Refused)
@@ -25,8 +24,7 @@ def test_a_stranger_is_told_to_connect_anew(message):
 
 
 @pytest.mark.parametrize(("version", "older"), [(wire.PROTOCOL_VERSION - 1, "this side"), (99, "the coordinator")])
-def test_another_protocol_version_is_told_which_side_to_upgrade(version, older):
-    job = Job()
+def test_another_protocol_version_is_told_which_side_to_upgrade(job, version, older):
     for message in (wire.Connect(version, "x"), wire.Register(version, "x", 1, BLOCK, "running", 0)):
         stranger = Line(job, b"stranger")
         stranger.say(message)
@@ -36,8 +34,7 @@ def test_another_protocol_version_is_told_which_side_to_upgrade(version, older):
 
 
 @pytest.mark.parametrize(("slots", "block_size"), [(0, BLOCK), (1, BLOCK + 1)])
-def test_a_rank_without_slots_or_with_other_blocks_is_refused_by_value(slots, block_size):
-    job = Job()
+def test_a_rank_without_slots_or_with_other_blocks_is_refused_by_value(job, slots, block_size):
     rank = Line(job, b"rank")
     rank.say(wire.Register(wire.PROTOCOL_VERSION, "rank", slots, block_size, "running", 0))
     refusal = rank.hear(wire.Refused)
@@ -47,8 +44,7 @@ def test_a_rank_without_slots_or_with_other_blocks_is_refused_by_value(slots, bl
     assert rank.is_gone()
 
 
-def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on():
-    job = Job()
+def test_a_peer_that_says_what_is_not_its_to_say_is_told_so_and_goes_on(job):
     client, rank = job.client(), job.rank()
     client.say(wire.Progress([]))
     rank.say(wire.Abort(0))
@@ -86,8 +82,7 @@ def test_when_the_coordinator_itself_stood_still_nobody_is_given_up_for_its_sile
     assert rank.is_gone()
 
 
-def test_a_new_process_of_the_same_name_replaces_a_rank_and_takes_up_its_work():
-    job = Job()
+def test_a_new_process_of_the_same_name_replaces_a_rank_and_takes_up_its_work(job):
     client = job.client()
     old = job.rank("a")
     client.submit()
@@ -100,8 +95,7 @@ def test_a_new_process_of_the_same_name_replaces_a_rank_and_takes_up_its_work():
     assert job.core.dispatcher.router.ranks == ("a",)
 
 
-def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():
-    job = Job()
+def test_a_member_is_replaced_by_name_and_other_clients_may_share_one(job):
     member, plain = job.client("loop", member=True), Line(job, b"plain")
     plain.say(wire.Connect(wire.PROTOCOL_VERSION, "loop"))
     assert not member.is_gone()
@@ -112,8 +106,7 @@ def test_a_member_is_replaced_by_name_and_other_clients_may_share_one():
     assert not again.is_gone()
 
 
-def test_a_rank_that_leaves_in_order_is_no_loss_that_counts():
-    job = Job()
+def test_a_rank_that_leaves_in_order_is_no_loss_that_counts(job):
     job.core.sessions.max_rank_losses = 1
     client = job.client()
     first, second = job.rank("a"), job.rank("b")

@@ -61,9 +61,8 @@ def test_an_update_stays_below_the_length_of_a_frame_whatever_fills_it():
     assert UPDATE_BYTES * 4 < MAX_FRAME_BYTES
 
 
-def test_what_is_known_of_a_group_travels_as_one_stretch_however_often_it_was_told():
+def test_what_is_known_of_a_group_travels_as_one_stretch_however_often_it_was_told(job):
     """It was one stretch for each report: of a long group more values than a frame may have, and no rank could go on."""
-    job = Job()
     client = job.client()
     first, second = job.rank("a"), job.rank("b")
     client.submit(n=4)
