@@ -39,7 +39,7 @@ class LLMControl:
     Args:
         engine: this rank's engine.
         loop: the LLM's private event loop.
-        gathering: the object that gathers the engine's weights; sharded weights must be gathered before steps.
+        gathering: the object that gathers the engine's weights. Sharded weights must be gathered before any step runs.
         service: the backend that computes the LLM's requests; an `EngineService` if the LLM has a coordinator.
     """
 
@@ -306,7 +306,7 @@ class LLMControl:
     # --- which ranks may call -----------------------------------------------------------------------------------------
 
     def refuse_in_group(self, what: str) -> None:
-        """Raise `EngineStateError`, with the method's name `what`, on a rank of a tensor-parallel group."""
+        """Raise `EngineStateError` if this rank is in a tensor-parallel group. `what` names the method in the message."""
         if (group := self.engine.peers.group) is not None:
             raise EngineStateError(
                 f"{what}() of an LLM in the {group.name}, which samples with the weights it was built with: shut it down "
@@ -314,7 +314,7 @@ class LLMControl:
             )
 
     def refuse_unless_primary(self, what: str) -> None:
-        """Raise `RuntimeError`, with the method's name `what`, on a rank that is not primary (takes no requests)."""
+        """Raise `RuntimeError` if this rank takes no requests (is not primary). `what` names the method in the message."""
         if not self._service.is_primary:
             raise RuntimeError(
                 f"{what}() on a rank that is not primary: with a coordinator rank 0 asks, in a tensor-parallel group its "

@@ -1,4 +1,4 @@
-"""The request methods that `AsyncLLM` and `JobLLM` share. They pass prompts to a `Service`, or serve them over HTTP."""
+"""The methods of `AsyncLLM` and `JobLLM` that submit prompts to a `Service`, in Python or over HTTP."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LLMRequests:
         """Submit one prompt and return a future of its n samples. Any thread may call this.
 
         Args:
-            prompt: a text, token ids or chat messages.
+            prompt: a string, token ids or chat messages.
             sampling_params: the sampling options; if None, the defaults or `fields`.
             priority: requests with a higher priority run first; requests of equal priority run in order of arrival.
             timeout_s: seconds after which the request fails; if None, there is no limit.
@@ -182,7 +182,7 @@ class LLMRequests:
         """Sample completions. Cancelling the task aborts the requests.
 
         Args:
-            prompts: a text, token ids, chat messages, or a list of one of these; `[]` returns `[]`.
+            prompts: a string, token ids or chat messages, or a list of such prompts; `[]` returns `[]`.
             sampling_params: one object for all prompts, or a sequence with one object per prompt.
             priority, timeout_s, fields: see `submit`; they apply to every prompt.
             on_error: "raise" raises the first failure once all requests have finished. "return" returns failed samples

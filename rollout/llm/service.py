@@ -49,7 +49,7 @@ SHUTDOWN_TIMEOUT_S = 30.0
 RECONNECT_TIMEOUT_S = 10.0
 """Seconds to try to reconnect to a lost coordinator. It is short because an `LLM` does not replace its coordinator."""
 JOIN_POLL_S = 0.05
-"""Seconds between two checks of which ranks have joined."""
+"""Seconds between two checks of whether all ranks have joined."""
 
 
 class JobRequests:
@@ -298,7 +298,7 @@ def options_of_coordinator(
     """Return the coordinator options of an `LLM`, or None if `wanted` (its `use_coordinator`) is False.
 
     Raises:
-        ConfigError: `host`, `port` or `config` was given although `wanted` is False, or `config` with `host` or `port`.
+        ConfigError: an option was given although `wanted` is False, or `config` was given together with `host` or `port`.
     """
     given = {"coordinator_host": host, "coordinator_port": port, "coordinator_config": config}
     named = [f"{name}={value!r}" for name, value in given.items() if value is not None]

@@ -140,7 +140,7 @@ class InferenceClient:
 
     @property
     def lost(self) -> ConnectionLostError | None:
-        """The error with which the connection was lost; None while it is alive, and before `start`."""
+        """The error with which the connection was lost; None while the connection is alive, and before `start`."""
         return self._session.error
 
     @property
@@ -295,7 +295,7 @@ class InferenceClient:
     async def barrier(
         self, index: int, timeout_s: float = CONTROL_TIMEOUT_S, *, what: str = "", policy_version: int = 0
     ) -> None:
-        """Wait until every member of the job has arrived at barrier `index` or at a later barrier.
+        """Wait until every member (the client of a rank's training loop) has arrived at barrier `index` or a later one.
 
         Args:
             index: number of the barrier, from 0.
@@ -314,7 +314,7 @@ class InferenceClient:
         await self._answer(self._session.barrier(index, what, policy_version), timeout_s, f"barrier({index})")
 
     def give_up_barrier(self, index: int) -> None:
-        """Report that this member's call failed. Barrier `index` then does not compare it with the others' calls."""
+        """Report that this member's call failed, so that barrier `index` does not compare it with other members' calls."""
         self._session.give_up_barrier(index)
 
     async def _control(self, signal: str, argument: int | str | None, timeout_s: float | None) -> int:
@@ -353,8 +353,8 @@ class InferenceClient:
             self._greeting.set_exception(error)
 
     def _refused(self, message: wire.Refused) -> None:
-        # Close the connection, because the message does not say which frame was rejected. Otherwise the call that sent
-        # the frame would wait for its reply forever.
+        # Close the connection: the message does not say which frame was rejected, so the call that sent the frame could
+        # not be failed alone, and would wait for its reply forever.
         why = f"the coordinator could not take a frame ({message.code}): {message.text}"
         self._dealer.close(why)
         self._lost(ConnectionLostError(f"{self.address}: {why}; this is a bug or a mix of versions", final=True))

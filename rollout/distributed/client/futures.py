@@ -157,7 +157,7 @@ class RequestFuture(asyncio.Future[Any]):
         return True
 
     def _tell(self, fn: Told, loop: asyncio.AbstractEventLoop | None, context: Context | None) -> None:
-        """Once the future has finished, call `fn(self)` on `loop`; without a loop, on the thread that finishes it."""
+        """Call `fn(self)` once the future has finished, on `loop` or (without a loop) on the thread that finishes it."""
         with self._changing:
             if not self.done():
                 self._told.append((fn, loop, context))

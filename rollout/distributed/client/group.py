@@ -50,7 +50,7 @@ class OpenGroup:
     text: str | None = field(init=False)
     """The prompt's text; None if the prompt was given as token ids."""
     prompt_tokens: bytes | None = field(init=False)
-    """The prompt's token ids as little-endian int32; None until the coordinator has tokenised a text."""
+    """The prompt's token ids as little-endian int32; None until the coordinator has tokenised a text prompt."""
     error: RolloutError | None = None
     """The error with which the group failed; None if it has not failed."""
     on_update: Callable[[OpenGroup, Stretch], object] = noop
@@ -101,10 +101,10 @@ class OpenGroup:
         return oldest_version(self._tokens.deltas(self._open).values())
 
     def take(self, stretch: Stretch) -> None:
-        """Add a stretch of new tokens.
+        """Add a stretch, which is a batch of new tokens of the group's samples.
 
         Raises:
-            LostFramesError: tokens between the tokens received so far and the stretch are missing.
+            LostFramesError: some tokens that precede those in the stretch were not received.
             SerializationError: a sample of the stretch does not exist or has already finished.
         """
         if not self._open.issuperset(stretch.indices):
@@ -121,9 +121,9 @@ class OpenGroup:
             self._ended.update(ended)
 
     def known(self, samples: Collection[int] | None = None) -> list[Stretch]:
-        """Return all tokens received for these samples (all samples if None), as the `known` of a later `submit`.
+        """Return all tokens received for these samples (all if None), as the argument `known` for a later `submit`.
 
-        The list contains one stretch, or is empty if there are no tokens. Finished samples are included with their
+        The list contains one batch of tokens, or is empty if there are none. Finished samples are included with their
         outcomes, so that they are not computed again.
         """
         return self._tokens.known(self._tokens.lengths if samples is None else samples)

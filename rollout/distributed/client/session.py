@@ -104,7 +104,7 @@ SMALLER = "let the processor make smaller images, or have every rank compute its
 
 
 Call = Future[Any]
-"""A pending call. Its result is a number such as evicted blocks (control), a table (status) or None (barrier)."""
+"""A pending call. Its result is a number such as that of evicted blocks (control), a dict (status) or None (barrier)."""
 
 
 class ClientSession:

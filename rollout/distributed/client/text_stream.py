@@ -41,7 +41,7 @@ class TextDelta:
     error: str | None = None
     """The reason why the sample failed, in the sample's last delta; otherwise None."""
     routed_experts: Routes | None = None
-    """The expert routes [rows, layers, k], with k experts per token; None unless the engine records routes. The last row
+    """The experts that each token was routed to, [rows, layers, k]; None unless the engine records them. The last row
     belongs to the position from which the last new token was sampled. There may be more rows than new tokens: the first
     delta includes the prompt's rows, and in later deltas rows of recomputed KV replace earlier rows."""
     kept_tokens: list[list[int]] | None = None
@@ -144,8 +144,8 @@ class _Decoder:
             return ""
 
     def end(self, tokens: list[int], text: str | None) -> str | None:
-        """Return the part of the final `text` after the emitted text, or None if it does not begin with the emitted
-        text. If there is no final text, decode the last `tokens` instead."""
+        """Return the part of the final `text` that follows the emitted text, or None if the final text does not begin
+        with the emitted text. Without a final text, decode the last `tokens` instead."""
         if self._text is None:
             return text or ""
         if text is not None:

@@ -135,7 +135,7 @@ def facts_of(readings: Sequence[Reading]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], most: float = 0.0) -> str:
-    """Return a bar per value as text, scaled to the maximum of `values` and `most`; "" for fewer than 2 values."""
+    """Return one bar character per value, scaled to the maximum of `values` and `most`; "" for fewer than 2 values."""
     most = max(most, *values) if len(values) > 1 else 0.0
     return "".join("▁▂▃▄▅▆▇█"[int(7 * value / most) if most else 0] for value in values) if len(values) > 1 else ""
 

@@ -93,7 +93,7 @@ def listen(router: Socket, interface: str, config: CoordinatorConfig) -> str:
 
 
 def resolved(host: str) -> str:
-    """Return the IP address of a host name, because libzmq binds only to addresses. `*` is returned unchanged."""
+    """Return the IP address of a host name, because libzmq cannot bind to host names. `*` is returned unchanged."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "*":
         return bare
@@ -294,7 +294,7 @@ class DataParallelInferenceCoordinator:
                     self._core.unreachable(peer, why, now)
 
     def _send_to(self, peer: bytes, frames: list[bytes]) -> str | None:
-        """Send frames to a peer in as few ZMQ messages as possible. Return the reason if the peer is lost, else None."""
+        """Send frames to a peer in as few ZMQ messages as possible. Return why the peer is lost, or None."""
         try:
             for first in range(0, len(frames), MAX_FRAMES_PER_MESSAGE):
                 # Pass copy=False: libzmq then sends frames of more than 64 KiB without copying them.

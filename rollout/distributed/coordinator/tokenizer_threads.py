@@ -44,7 +44,7 @@ class TextCodec:
         self._read: Tokenizer | None = None
 
     def tokenize(self, text: str) -> Sequence[int]:
-        """Return the token ids (int32) of a text, with the special tokens of the tokenizer's template.
+        """Return the token ids (int32) of a string, with the special tokens of the tokenizer's template.
 
         Raises:
             InvalidRequestError: there is no tokenizer, or the tokenizer cannot encode the text.

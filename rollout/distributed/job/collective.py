@@ -39,8 +39,8 @@ class CollectiveCalls:
         self._finishing = False
         """Whether this rank has arrived at the barrier at the end of the current `generate`."""
         self._sessions_left = 0
-        """The value of `JobMember.sessions_left` at the end of the last call. If it is higher now, the barrier's reply may
-        have been sent to an old session."""
+        """The number of this rank's sessions that had ended by the end of the last call. If more have ended by now, the
+        barrier's reply may have been sent to one of them, so it may be lost."""
 
     def meet(self, call: str, timeout_s: float | None = None) -> None:
         """Wait at a barrier until all ranks have made the same call.
@@ -115,8 +115,8 @@ class CollectiveCalls:
         return True
 
     def give_up(self) -> None:
-        """Report that `generate` failed on this rank, so that the barrier does not compare its call with the
-        others'."""
+        """Report that `generate` failed on this rank, so that the barrier does not check whether this rank made the
+        same call as the other ranks."""
         if self._finishing and not self._passed():
             self._member.loop.start(self._give_up(self._ended))
             self._finishing = False
@@ -126,8 +126,8 @@ class CollectiveCalls:
             self._member.client.give_up_barrier(index)
 
     def recover(self, why: Exception) -> None:
-        """Reconnect after the connection was lost with `why`. In a new session this rank must arrive at the barrier
-        again."""
+        """Reconnect after the connection was lost with the error `why`. If this starts a new session, this rank must
+        arrive at the barrier again."""
         before = self._member.sessions_left
         try:
             self._member.recover(why)

@@ -59,7 +59,7 @@ class OwnGroup:
     missing: set[int]
     """The indices of the samples that have not been returned to the caller yet."""
     saved: list[Stretch]
-    """The tokens known before this process submitted the group, such as tokens in a checkpoint."""
+    """The tokens that existed before this process submitted the group, for example in a checkpoint."""
     open: OpenGroup | None = None
     """The submitted group with all its tokens; None until the group is submitted."""
     error: RolloutError | None = None
@@ -72,7 +72,7 @@ class OwnGroup:
         return self.error is not None or (self.open is not None and self.open.complete)
 
     def known(self) -> list[Stretch]:
-        """Return all tokens known so far, as stretches (batches of several samples' tokens)."""
+        """Return the saved and the received tokens, as stretches (batches of several samples' tokens)."""
         return self.saved if self.open is None else self.open.known()
 
     def oldest_version(self) -> int | None:
@@ -142,7 +142,7 @@ class DataParallelBackend:
         self._failed: deque[OwnGroup] = deque()
         self._asked: Future[dict[str, Any]] | None = None
         self._all_known_before = 0
-        """The policy version that every rank has reached, so that this rank has received all tokens of earlier versions."""
+        """A policy version that all ranks have reached, so this rank has received all tokens of earlier versions."""
         self._closed = False
         name = f"rank-{world.rank:0{len(str(world.size - 1))}d}"
 
@@ -185,7 +185,7 @@ class DataParallelBackend:
         self._next_group_id = max(self._next_group_id, until)
 
     def continue_from(self, records: list[DynamicInferenceRequestRecord]) -> None:
-        """Submit the unfinished groups' samples from `records`. They continue after their last recorded token."""
+        """Submit the unfinished samples in `records`, which continue after their last recorded token."""
         by_group: dict[int, list[DynamicInferenceRequestRecord]] = {}
         for record in records:
             by_group.setdefault(record.request_id, []).append(record)
@@ -307,7 +307,7 @@ class DataParallelBackend:
         self._member.worker.report_idle()
 
     def local_samples(self, samples_missing: int) -> int:
-        """Return the number of samples in this rank's engine, including samples of other ranks' groups."""
+        """Return the number of samples in this rank's engine, whichever rank submitted them; `samples_missing` is unused."""
         return sum(self._engine.load)
 
     def try_finish(self) -> bool:

@@ -17,12 +17,12 @@ from rollout.threads.interrupts import interrupt_deferred, interrupt_pending
 
 GO = b"go"
 INTERRUPTED = " was interrupted"
-"""The words in a decision that report a Ctrl-C on a waiting rank."""
+"""The words in a decision which report that Ctrl-C was pressed on a waiting rank."""
 Judge = Callable[[list[bytes]], str | None]
 
 
 def agree(values: list[bytes]) -> str | None:
-    """Accept any `values`: return None, which starts the operation. This is the default `judge` of `Meeting.meet`."""
+    """Return None for any `values`, so that the operation starts. This is the default `judge` of `Meeting.meet`."""
     return None
 
 

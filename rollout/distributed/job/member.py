@@ -150,7 +150,7 @@ class JobMember:
             why: reason for the loss. If it is neither a `ConnectionLostError` nor a `DeadlineError`, it is raised again.
 
         Raises:
-            ConnectionLostError: no coordinator accepted this rank within `control_timeout_s`, or the error is `final`.
+            ConnectionLostError: no coordinator accepted this rank in `control_timeout_s`, or the error's `final` is True.
             EngineDeadError: `why` is an `EngineDeadError`.
         """
         if not isinstance(why, ConnectionLostError | DeadlineError) or _is_final(why):

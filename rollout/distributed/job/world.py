@@ -26,7 +26,7 @@ _CALLS_ENDED = "calls_ended"
 LOOK_S = 5.0
 """Seconds between two checks for a failed rank or Ctrl-C while a rank waits for other ranks."""
 HOSTS_TIMEOUT_S = 120.0
-"""Seconds within which every rank must publish its host, or the leader of its tensor-parallel group."""
+"""Seconds to wait for each rank to publish its host, or the leader of its tensor-parallel group."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ class World:
 
 
 def loopback_identity() -> str:
-    """Return a text that is the same for two processes only if they share a loopback device.
+    """Return a string that is the same for two processes only if they share a loopback device.
 
-    The text contains host name, boot id and network namespace. The host name alone is not enough, because containers on
+    The string contains host name, boot id and network namespace. The host name alone is not enough, because containers on
     different hosts may have the same name.
     """
     parts = [socket.gethostname()]

@@ -17,7 +17,7 @@ from rollout.state import ControlSignal, CoordinatorState, EngineState
 SET_VERSION = "set_version"
 """The control call that sets the policy version. The argument is the version. The call is not a lifecycle signal."""
 GIVEN_UP = "given up"
-"""The `Barrier.what` of a member whose collective call failed, so that it is not compared with other members' calls."""
+"""The `Barrier.what` of a member whose collective call failed. It is not compared with the other members' calls."""
 FLUSH_PREFIX_CACHE = "flush_prefix_cache"
 """The control call that evicts the cached blocks that no request uses, on every engine and whatever its state."""
 LOAD_WEIGHTS = "load_weights"
@@ -139,7 +139,7 @@ Priority = Annotated[
 
 
 class LostFramesError(SerializationError):
-    """Raised for a frame or token out of sequence, which means that earlier ones were lost with a connection."""
+    """Raised for a frame or token out of sequence: earlier frames or tokens were lost with a connection."""
 
 
 class Message:

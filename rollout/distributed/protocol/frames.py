@@ -21,9 +21,9 @@ from rollout.requests.codec import refuse, unpack_msgpack
 MAX_FRAME_BYTES = 64 << 20
 """The maximum size of a frame, in bytes. A longer frame is rejected without being decoded."""
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES // 2
-"""The maximum size, in bytes, of a prompt with images and known tokens, which must fit into the frame of an `Assign`."""
+"""The maximum size of a prompt plus its images and its samples' earlier tokens, in bytes. All must fit into one frame."""
 MAX_STRETCHES = 1 << 11
-"""The maximum number of stretches per frame. It is low because decoding a stretch takes as long as decoding 50 numbers."""
+"""The maximum number of token batches (`Stretch`) per frame. Decoding one takes as long as decoding 50 numbers."""
 MAX_ITEMS = 1 << 19
 """The maximum length of a list or map in a frame. Decoding one of this length takes some tens of milliseconds, so long
 columns of numbers are sent as buffers."""

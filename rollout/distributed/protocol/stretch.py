@@ -148,7 +148,7 @@ class Stretch:
         return Stretch.of(self.request_id, self.attempt, self.deltas(samples))
 
     def ended(self) -> list[int]:
-        """Return the indices of the samples that finish with this stretch."""
+        """Return the indices of the samples that have finished, i.e. those with an outcome in this stretch."""
         if "outcome" not in self.columns:
             return []
         outcomes = self.columns["outcome"]
@@ -176,7 +176,7 @@ class Stretch:
 
 
 ROWS = Rule("a list of stretches", lambda value: type(value) is list and all(type(row) is list for row in value))
-"""The rule of a field with a list of stretches. The fields of each stretch are checked when it is read."""
+"""The rule for a field with a list of stretches. A stretch's own fields are checked when it is read."""
 Stretches = Annotated[list[Stretch], ROWS]
 
 
@@ -207,10 +207,10 @@ class PartialGroup:
         self._next_look = ENTRIES_TOGETHER
 
     def take(self, stretch: Stretch) -> None:
-        """Add the tokens of a stretch.
+        """Add a stretch, which is a batch of new tokens of several samples.
 
         Raises:
-            LostFramesError: tokens before the stretch are missing. Nothing was added.
+            LostFramesError: some tokens that precede those in the stretch are missing. Nothing was added.
         """
         lengths, indices, starts, counts = self.lengths, stretch.indices, stretch.starts, stretch.counts
         if starts != [*map(lengths.get, indices)]:

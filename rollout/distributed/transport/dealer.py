@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_IDENTITY_BYTES = 200
 """The maximum length of `identity_name`, in bytes. It is part of the ZMQ identity, which is limited to 255 bytes."""
 TURNS_AT_ONCE = 200
-"""The number of messages per direction that are handled before the event loop's other callbacks may run."""
+"""The number of messages in each direction that are handled before the event loop's other callbacks may run."""
 FRAMES_TOGETHER = 128
 """The maximum number of frames per ZMQ message."""
 BYTES_TOGETHER = 1 << 20
@@ -173,7 +173,7 @@ class Dealer:
     def _settle(self) -> bool:
         """Send and receive until neither is possible, and return True; return False after `TURNS_AT_ONCE` messages.
 
-        The flags EVENTS are read after each message, because a send or receive may consume the descriptor's event.
+        The EVENTS flags are read again for each message: sending or receiving may consume the file descriptor's event.
         """
         for _ in range(TURNS_AT_ONCE):
             if self._socket is None:

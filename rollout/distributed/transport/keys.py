@@ -36,7 +36,7 @@ class JobKeys:
 
     server_public: bytes
     server_secret: bytes | None = field(repr=False)
-    """The secret key of the server pair, which only the coordinator has; None for clients and ranks."""
+    """The secret key of the server's key pair, which only the coordinator has; None for clients and ranks."""
     client_public: bytes
     client_secret: bytes = field(repr=False)
 

@@ -33,7 +33,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Pace:
-    """The samples with one reporting interval, measured in steps, each of which adds at most one token per sample."""
+    """The samples that share a reporting interval. It is counted in steps, which add at most one token per sample."""
 
     steps: int = 0
     """The number of steps since the last report."""

@@ -280,8 +280,8 @@ class RankSession:
             self._report(ended, self._assignments.all_due() if everything else self._assignments.due(steps))
 
     def moved(self) -> None:
-        """Send `EngineMoved` if the engine's state, version or idleness was not reported yet. Skip transitional
-        states."""
+        """Send `EngineMoved` if the engine's current state, version or idleness has not been reported yet. Send nothing
+        while the engine is in a transitional state."""
         now = (self._engine.state, self._engine.policy_version)
         same = now == self._sent_state and self._idle() is self._sent_idle
         if self.entered and not same and now[0] in STABLE_ENGINE_STATES:

@@ -39,7 +39,7 @@ class ControlPlane:
 
     Args:
         peers: the connected clients and ranks.
-        on_stopped: called when every engine has stopped or the deadline of STOP has passed, before the client is told.
+        on_stopped: called when every engine has stopped or the deadline of STOP has passed, before STOP is answered.
     """
 
     def __init__(self, peers: Peers, on_stopped: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ def _failed(call: Call) -> str:
 
 
 class Barriers:
-    """The numbered barriers of the members. A member is the client of one rank's training loop.
+    """The numbered barriers at which members wait for each other. A member is the client of one rank's training loop.
 
     A member whose session was lost may reconnect during a grace period. During this period barriers wait for the member.
 
@@ -204,7 +204,7 @@ class Barriers:
     def missing(self) -> list[str]:
         """Return the names of the members that have not arrived at the highest barrier that any member has reached.
 
-        If some members are not connected, a last entry gives their number."""
+        If some members are not connected, the last entry gives the number of these members."""
         members = self._members()
         furthest = max((member.barrier for member in members), default=self.passed)
         late = sorted(member.name for member in members if member.barrier < furthest)

@@ -29,7 +29,7 @@ from rollout.state import EngineState, PrefixCachingCoordinatorPolicy
 MAX_BLOCKS = 1 << 13
 """The maximum number of hashed blocks per prompt. Further blocks hardly affect routing, but their hashes take memory."""
 MAX_HASHES = 1 << 16
-"""The maximum number of hashes processed per message, about a tenth of a second of work. The rest is ignored, because the
+"""The maximum number of hashes processed per message, about a tenth of a second of work. Further hashes are ignored: the
 first hashes of a prompt matter most for routing."""
 HASH_BYTES = 8
 AWAY_INTERVALS = 2
@@ -67,7 +67,7 @@ class Dispatcher:
         self.decisions: list[ScheduleRecord] = []
         self.too_new: list[OpenRequest] = []
         """The requests for which no rank has a suitable policy version. All ranks have older weights than the request
-        needs, or the request's client is still catching up and all ranks have newer weights than this member."""
+        needs, or all have newer weights than the request's client, which is still catching up with other members."""
         self._deterministic = config.deterministic_mode
         self._grace_s = AWAY_INTERVALS * config.advanced.heartbeat_interval_s
         if config.deterministic_mode:
@@ -194,7 +194,7 @@ class Dispatcher:
     def enqueue(self, request: OpenRequest) -> None:
         """Queue the unassigned samples of a request, ordered by priority and then by arrival.
 
-        In deterministic mode only the order of arrival counts: a request waits while an earlier text is being tokenised.
+        In deterministic mode only the order of arrival counts: a request waits until all earlier prompts are tokenised.
         """
         if request.queued and not request.in_queue and (request.prompt is not None or self._deterministic):
             request.in_queue = True
@@ -222,8 +222,8 @@ class Dispatcher:
                 break
 
     def _placements(self, request: OpenRequest, samples: int) -> list[Placement]:
-        """Return on which ranks to place how many of a request's `samples` samples; empty if no suitable rank has
-        room."""
+        """Return the ranks for a request's `samples` samples, and the number of samples for each; empty if no suitable
+        rank has room."""
         version = request.newest_version
         useless = {rank.name for rank in self._away if rank.resting or rank.policy_version < version}
         exclude = self._unready.union(useless, self._ahead_of(request))

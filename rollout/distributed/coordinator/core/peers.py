@@ -13,10 +13,10 @@ from rollout.distributed.protocol.frames import MAX_STRETCHES
 from rollout.distributed.protocol.messages import Message, Refused, Stretch, Update
 
 UPDATE_BYTES = 4 << 20
-"""The size, in bytes, after which no further stretch is added to an `Update`, because the message must fit into a frame."""
+"""The size, in bytes, after which no further batch of tokens is added to an `Update`, which must fit into a frame."""
 SAMPLE_BYTES = 128
-"""The number of bytes counted for each sample in a stretch, in addition to its buffers. `UPDATE_BYTES` therefore also
-limits the number of samples in an `Update`."""
+"""The number of bytes that each sample adds to the estimated size of an `Update`, on top of its buffers. Because of this
+addition, `UPDATE_BYTES` also limits the number of samples in the message."""
 MAX_ERROR_CHARACTERS = 2000
 """The maximum length of an error text sent to a peer. Without this limit, the text could quote megabytes of input."""
 
@@ -53,13 +53,13 @@ class Peers:
         self._with_stretches.pop(peer.identity, None)
 
     def say(self, peer: Peer, message: Message) -> None:
-        """Queue a message for a peer. Stretches that wait for the peer's next `Update` are sent before it."""
+        """Queue a message for a peer. New tokens that wait for the peer's next `Update` are sent before the message."""
         if peer.identity in self._with_stretches:
             self._flush(self._with_stretches.pop(peer.identity))
         self._put(peer, message)
 
     def refuse(self, identity: bytes, code: str, text: str) -> None:
-        """Queue a `Refused` message for a rejected frame. Its `over` is True if the peer has no session."""
+        """Queue a `Refused` message for a rejected frame. The message's `over` is True if the peer has no session."""
         peer = self.get(identity)
         if peer is None:
             self._outbox.append((identity, 0, Refused(code, shortened(text), True)))

@@ -52,7 +52,7 @@ class RequestTable:
 
     def __init__(self, config: CoordinatorConfig, peers: Peers, dispatcher: Dispatcher) -> None:
         self.texts: dict[int, tuple[OpenRequest, Stretch | None]] = {}
-        """The pending tokenizer jobs: job id → (request, stretch to forward with the texts, or None for a prompt)."""
+        """The pending tokenizer jobs: job id → (request, tokens to forward with the decoded texts; None for a prompt)."""
         self._new_jobs: list[TextJob] = []
         self._next_job = 0
         self._config = config
@@ -126,7 +126,7 @@ class RequestTable:
         return request
 
     def _refusal(self, client: ClientPeer, message: Submit) -> tuple[str, str] | None:
-        """Return (error name, reason) if a request must be rejected, or None if it is admitted."""
+        """Return (error name, reason) if a request must be rejected, or None if the request is admitted."""
         prompt, limit = message.prompt, self._config.advanced.max_open_mb
         if not 1 <= message.n <= MAX_SAMPLES:
             return "InvalidRequestError", f"n={message.n}: must be in [1, {MAX_SAMPLES}]"
@@ -180,7 +180,7 @@ class RequestTable:
         self._dispatcher.enqueue(request)
 
     def detokenized(self, job_id: int, texts: Sequence[str | None]) -> None:
-        """Add the decoded texts of finished completions to their stretch, and forward it to the client."""
+        """Add the decoded texts of finished completions to the tokens that wait for them; send both to the client."""
         request, stretch = self._done(job_id)
         if request is not None and stretch is not None:
             remaining = iter(texts)

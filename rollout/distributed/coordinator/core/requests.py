@@ -74,7 +74,7 @@ class RankPeer(Peer):
     resting: bool = False
     """Whether the rank's engine is idle, because its training loop is outside `generate`."""
     waited_for_since: float = math.inf
-    """The time since which the rank is idle or has older weights while others compute; infinity if it is neither."""
+    """The time since which other ranks compute while this rank is idle or has older weights; otherwise infinity."""
     running: int = 0
     waiting: int = 0
     progressed: float = 0.0
@@ -89,7 +89,7 @@ class RankPeer(Peer):
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """A tokenizer job: a text to tokenise, or completions (int32 token ids) to detokenise. A cancelled job has neither."""
+    """A tokenizer job: a string to tokenise, or completions (int32 token ids) to detokenise. A cancelled job has neither."""
 
     job_id: int
     text: str | None = None
@@ -158,17 +158,17 @@ class OpenRequest:
     tokens: PartialGroup = field(default_factory=PartialGroup)
     """The known tokens of the samples that have not finished."""
     newest_version: int = 0
-    """The highest policy version among the request's tokens and its client's weights at submission. An engine with older
-    weights does not compute the request."""
+    """The highest of the policy versions of the request's tokens and of its client's weights at submission. An engine with
+    older weights does not compute the request."""
     losses: int = 0
-    """The number of ranks lost while they computed the request, since the request's last new token."""
+    """The number of ranks that were lost while computing the request, counted since the request's last new token."""
     too_new_since: float = math.inf
     """The time since which no rank has had suitable weights for the request; infinity if a rank has them."""
     text_jobs: dict[int, TextJob] = field(default_factory=dict)
     """The pending tokenizer jobs, by id: the prompt to tokenise, or completions to detokenise."""
 
     def absorb(self, stretch: Stretch) -> list[int]:
-        """Add a stretch of new tokens; return the indices of the samples that finish with the stretch.
+        """Add a batch of new tokens; return the indices of the samples that have finished with it.
 
         The tokens of finished samples are stored until `tokens.forget` is called.
 
