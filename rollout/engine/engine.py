@@ -89,7 +89,7 @@ class DynamicInferenceEngine:
         """The object through which the engine reports to the trace recorder, if this process records a trace."""
         with plain_tensors():
             self.guard = WeightsGuard(model, config, self.lifecycle.locked)
-            """The model and its weights, with the check for weight changes that were not announced."""
+            """The object that holds the model and its weights, and detects weight changes that were not announced."""
             self.peers = Peers(self.weights, config)
             """The ranks that compute forward passes together with this rank."""
             self.adapters = LoraAdapters(self.weights.sampled)
@@ -177,7 +177,7 @@ class DynamicInferenceEngine:
     def follow_model(self) -> None:
         """Rebuild the engine's parts if windows or masks of attention layers have changed since the last build.
 
-        Do nothing in an `installation` block, or while the weights are sharded. Raise the same errors as `build.followed`.
+        Do nothing in an `installation` block, or while the weights are sharded. See `build.followed` for the exceptions.
         """
         if not self.installation.active and self.weights.ready:
             self.parts = followed(self._base, self.parts)
@@ -271,7 +271,7 @@ class DynamicInferenceEngine:
         Raises:
             InvalidRequestError: a prompt can never be served; no prompt of this call was queued.
             EngineStateError: the engine is not RUNNING; no prompt of this call was queued.
-            WeightsChangedError: see `check_weights`; no prompt of this call was queued.
+            WeightsChangedError: the weights changed without an announced update; no prompt of this call was queued.
             RequestError: a request failed. The results of the other requests are lost; use `RolloutManager` to keep them.
         """
         with self.turns.taken(), plain_tensors():
@@ -307,7 +307,7 @@ class DynamicInferenceEngine:
             InvalidRequestError: this engine cannot compute one of the sequences; no sequence was computed.
             UnsupportedModelError: the weights are split over a group of ranks.
             EngineStateError: the engine is not RUNNING.
-            WeightsChangedError: see `check_weights`.
+            WeightsChangedError: the weights changed without an announced update.
         """
         if (group := self.peers.everyone) is not None:
             raise UnsupportedModelError(

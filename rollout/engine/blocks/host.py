@@ -24,9 +24,9 @@ class HostBlock:
     """A copy of one KV block in host memory."""
 
     block_hash: int
-    """The hash of the chain up to and including this block."""
+    """The hash of this block and all blocks before it in its prefix."""
     digest: bytes
-    """The `chain_digest` of the chain up to and including this block."""
+    """The `chain_digest` of this block and all blocks before it in its prefix."""
     tokens: IntArray
     """[block_size] int32, the token ids of the block."""
     slot: int

@@ -20,7 +20,7 @@ IntArray = NDArray[np.int32]
 
 
 def chain_digest(before: bytes, block_hash: int, tokens: IntArray) -> bytes:
-    """Return the digest of a chain of blocks, given its last block and the digest `before` of the blocks before that one."""
+    """Return the digest of a prefix's blocks, given the last block and `before`, the digest of the blocks before it."""
     return blake2b(before + block_hash.to_bytes(8, "little") + tokens.tobytes(), digest_size=32).digest()
 
 
@@ -97,7 +97,7 @@ class PrefixIndex:
         return self._hash.item(block), self._tokens[block]
 
     def digest(self, block: int) -> bytes:
-        """Return the `chain_digest` of the chain up to and including a registered block."""
+        """Return the `chain_digest` of a registered block and all blocks before it in its chain."""
         chain: list[int] = []
         while block != NO_BLOCK and block not in self._digests:
             chain.append(block)

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 WARM_UP_RUNS = 2
-"""The number of runs before a capture, which create the kernels, library handles and workspaces that a capture cannot."""
+"""The number of runs before a capture. They create kernels, library handles and workspaces, which a capture cannot do."""
 _log = logging.getLogger(__name__)
 
 

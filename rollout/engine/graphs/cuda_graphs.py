@@ -42,8 +42,7 @@ LEAST_LACKING = 2**26
 LEAST_WORKSPACE = 2**26
 """The initial size, in bytes, of the workspace for the attention results of each part of the keys, before they are merged.
 
-If a step needs more, the size is at least doubled, which drops all graphs.
-"""
+If a step needs more, the size is at least doubled, which drops all graphs."""
 STATE_LENGTH = 16384
 """The initial room of the block tables, in tokens. A longer sequence at least doubles the room, which drops all graphs."""
 WORTHWHILE = 64
@@ -277,7 +276,7 @@ def _addresses_of(model: nn.Module) -> list[object]:
 def _least_parts(layout: ModelLayout, rows: int) -> int:
     """Return the initial workspace size of every graph, in parts (the kernels split the keys of each row into parts).
 
-    This is the number that fits into `LEAST_WORKSPACE`, or the number for `rows` rows of `STATE_LENGTH` tokens if less.
+    This is the number that fits into `LEAST_WORKSPACE`, but at most the number for `rows` rows of `STATE_LENGTH` tokens.
     """
     sizes = (call.num_heads * (shape.value_dim + 1) for shape, call in zip(layout.layers, layout.calls, strict=True))
     return min(LEAST_WORKSPACE // (4 * max(sizes)), rows * num_splits(STATE_LENGTH))

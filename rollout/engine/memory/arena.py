@@ -1,4 +1,4 @@
-"""Returns the KV pool's device memory to the driver, and allocates it again at the same addresses.
+"""Gives the KV pool's device memory back to the driver, and allocates it again at the same addresses.
 
 If the memory were only returned to torch's allocator, the trainer's tensors, such as Adam's states, could occupy parts of
 it, and the pool could not be restored. An `Arena` keeps the addresses reserved and maps new memory to them.
@@ -110,7 +110,7 @@ class CudaVirtualMemory:
         return handle.value
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        """Unmap `address` and return the physical memory to the device."""
+        """Unmap `size` bytes at `address`, and give their physical memory (`handle`) back to the device."""
         self._call("cuMemUnmap", address, size)
         self._call("cuMemRelease", handle)
 
@@ -168,7 +168,7 @@ class Arena:
         return [each.view(dtype).zero_() for each in found]
 
     def release(self) -> None:
-        """Return all mapped memory to the device; the addresses stay reserved."""
+        """Give all mapped memory back to the device. The addresses stay reserved."""
         if any(each.mapped for each in self._ranges):
             self._memory.settle()
         for each in self._ranges:
@@ -208,7 +208,7 @@ class _Range:
         return tensor_at(self._address, used, self._memory.device)
 
     def unmap(self) -> None:
-        """Return the mapped memory, which must not be in use, to the device."""
+        """Give the mapped memory back to the device. The memory must not be in use."""
         if self.mapped:
             self._memory.unmap(self._address, self.mapped, self._handle)
             self.mapped = 0

@@ -46,7 +46,7 @@ class PoolMemory:
 
     allocate: Allocate = zeros
     release: Callable[[], object] = _nothing
-    """The function to call after the pool has dropped its tensors."""
+    """A function that releases the memory, called after the pool has dropped its tensors."""
 
 
 class BlockPool:

@@ -52,14 +52,14 @@ class Scratch:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised tensor with the shape [R, V] of `scores`, in the buffer called `name`.
+        """Return an uninitialised tensor with the shape of `scores` (two dimensions), in the buffer called `name`.
 
         All calls with the same name must use the same dtype.
         """
         return self._take(name, (scores.shape[0], scores.shape[1]), dtype, scores.device)
 
     def blocks(self, name: str, scores: Tensor, padding: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised buffer [R, ceil(V / BLOCK), BLOCK] for scores [R, V], padded with `padding`."""
+        """Return a buffer [R, ceil(V / BLOCK), BLOCK] for `scores` [R, V], uninitialised except for `padding` beyond V."""
         count, vocabulary = scores.shape
         blocks = self._take(name, (count, -(-vocabulary // BLOCK), BLOCK), dtype, scores.device)
         blocks.flatten(1)[:, vocabulary:] = padding
@@ -97,7 +97,7 @@ def upload_together(arrays: Sequence[NDArray[np.generic]], device: torch.device)
 
 
 def download_together(ids: Tensor, values: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Copy `ids` [R], all below 2^31, and `values` [R], float32, to host arrays, with one transfer from the device."""
+    """Copy R ids (all below 2^31) and R float32 values to host arrays, with one transfer from the device."""
     if ids.device.type == "cpu":
         return ids.numpy(), values.numpy()
     found = torch.stack((ids.to(torch.int32), values.view(torch.int32))).cpu().numpy()

@@ -25,7 +25,7 @@ _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
 
 Advise = Callable[[int, int], bool]
-"""A function of (address, number of bytes) that collapses this memory and returns whether it succeeded."""
+"""A function that takes an address and a size in bytes, puts this memory on huge pages, and returns whether it succeeded."""
 
 
 def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
@@ -35,7 +35,7 @@ def collapse(tensors: Iterable[Tensor], advise: Advise | None = None) -> int:
 
     Args:
         tensors: parameters; tensors on other devices are ignored.
-        advise: function that collapses memory; None for madvise, if the system supports it.
+        advise: function that puts memory on huge pages. If None, madvise is used, if the system supports it.
 
     Returns:
         The number of bytes that are now on huge pages.

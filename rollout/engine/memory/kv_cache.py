@@ -121,9 +121,9 @@ class KVCache(BlockPool):
         routes[slots // self.block_size, slots % self.block_size, layer] = experts.to(routes.dtype)
 
     def read_routes(self, blocks: NDArray[np.int32], start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return the routes of positions `start` to `stop` - 1 of a sequence, as integers [stop - start, layers, k].
+        """Return the expert routes of a sequence's positions `start` to `stop` - 1, as integers [stop - start, layers, k].
 
-        Between `save` and `restore` the routes are read from the host.
+        They are the k experts that each router chose per position. Between `save` and `restore`, they are on the host.
 
         Args:
             blocks: block ids of the sequence, in order.

@@ -147,7 +147,7 @@ class TensorParallelGroup:
         return EngineDeadError(self._lost)
 
     def lose_after(self, failed: BaseException, lost: BaseException) -> EngineDeadError:
-        """Mark the group as lost after a forward pass failed on this rank. Return an error naming `failed` and `lost`."""
+        """Mark the group as lost after a forward pass failed on this rank. Return an error that names both exceptions."""
         said = self.lose(lost)
         return EngineDeadError(f"{said}; before, the forward raised {type(failed).__name__} here: {failed}")
 

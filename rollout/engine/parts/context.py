@@ -66,10 +66,10 @@ class DynamicInferenceContext:
         states: the pool of recurrent states; it has no slots if the model has no recurrent layers.
         num_blocks: the configured size of the KV pool, in blocks; `cache.num_blocks` is the current size.
         headroom: the number of device bytes that the pool leaves free for a step.
-        to_come: function that returns the number of bytes that CUDA graphs will take. These bytes are also left free, unless
-            the pool would shrink to half of its configured size or less.
+        to_come: function that returns the number of bytes that CUDA graphs will take. The pool leaves them free too,
+            unless it would have to shrink to half of its configured size or less.
         may_shrink: whether `resume` may make the pool smaller. False in tensor-parallel groups, whose pools must be equal.
-        kept: the part of the KV cache that every suspend has kept since the caller last set this attribute: `KEPT_ALL`,
+        kept: the smallest part of the KV cache that a suspend has kept since the caller last set this attribute: `KEPT_ALL`,
             `KEPT_HELD` (only blocks that requests hold) or `KEPT_NOTHING`.
     """
 
@@ -100,7 +100,7 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """The arguments of the last `follow_blocks`. If None, the pages to copy are read from this rank's allocator."""
+        """The arguments of the last `follow_blocks` call. If None, the pages to copy are read from this rank's allocator."""
         self.may_shrink = True
         self.kept = KEPT_ALL
 
@@ -277,7 +277,7 @@ class DynamicInferenceContext:
             self.cache.materialize(size)
         except torch.OutOfMemoryError as exc:
             return exc
-        # Leave room for CUDA graphs only if the pool keeps over half its blocks: a small pool is slower than no graphs.
+        # Leave room for graphs only if the pool keeps over half its blocks: a smaller one costs more than graphs gain.
         needed = self.headroom + (self.to_come() if 2 * size > self.num_blocks else 0)
         if size <= least or self._spare() >= needed:
             return None

@@ -114,7 +114,7 @@ class Holds:
         return self._change({holder: level}, mode, keep_prefix_cache)
 
     def release(self, *holders: str) -> MemoryMove:
-        """Release the holds of these holders, and ignore names without a hold. Return and raise the same as `hold`."""
+        """Release these holders' holds, ignoring names without a hold. The result and the exceptions are those of `hold`."""
         return self._change(dict.fromkeys(holders, HoldLevel.RUNNING), None, True)
 
     @contextmanager

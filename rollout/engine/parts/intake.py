@@ -245,7 +245,7 @@ class Intake:
 
         Raises:
             InvalidRequestError: this engine can never serve the record, the record's policy version is later than `version`,
-                or the record's kept tokens (sets that sampling left to draw from) do not match its tokens.
+                or the record's kept tokens (token ids left by top-p and the like) do not match its tokens.
         """
         number = record.request_id
         _refuse_unserved(record, self._routes, self._controller.layout.vocab_size)
@@ -461,7 +461,7 @@ def _wrong_routes(request: DynamicInferenceRequest, routes: RouteShape | None) -
 
 
 def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str:
-    """Return why a request's kept tokens (those left by top-p and the like) prevent continuing it; empty if they do not."""
+    """Return why a request cannot continue with its kept tokens (left by top-p etc.), or an empty string if it can."""
     sets = request.generated_kept_tokens
     if not request.sampling_params.return_kept_tokens:
         unwanted = "SamplingParams.return_kept_tokens is False, so later tokens would have none; set it"
@@ -472,7 +472,7 @@ def _wrong_kept_tokens(request: DynamicInferenceRequest, vocabulary: int) -> str
 
 
 def _fit_values(record: DynamicInferenceRequestRecord, width: int) -> None:
-    """Drop a record's token values if `width` is 0 (no value function). Otherwise fill missing values with NaN.
+    """Fill a record's missing token values with NaN, or drop all values if `width` is 0 (there is no value function).
 
     Raises:
         InvalidRequestError: the values do not have `width` numbers for each token.

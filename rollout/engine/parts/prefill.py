@@ -103,7 +103,7 @@ class Prefill:
 
     def _scheduler(self, longest_whole: int) -> Scheduler:
         vocabulary = self._runner.layout.vocab_size
-        # Allow a step that is as long as the longest image, even beyond `LOGITS_BYTES`: images need no logits.
+        # Allow a step as long as the longest image, even if `LOGITS_BYTES` allows less: image tokens need no logits.
         most = max(1, longest_whole, min(self._config.step_tokens, LOGITS_BYTES // (4 * vocabulary)))
         config = replace(self._config, max_tokens_per_step=most, max_requests=min(self._config.max_requests, most))
         context = self._context

@@ -91,7 +91,7 @@ class Stepper:
         scheduler, installation = self._scheduler, self._controller.runner.installation
         variant = self._watch.variant()
         if variant != scheduler.variant:
-            # Invalidate the bound fused forward pass, which may still use the previous adapters.
+            # Invalidate the prepared fused forward pass, which may still use the previous adapters.
             installation.module_epoch += 1
         forward = self._watch.forward_key()
         if (variant, forward) != (scheduler.variant, scheduler.forward):

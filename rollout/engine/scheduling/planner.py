@@ -139,7 +139,7 @@ class StepPlanner:
                 insert(queues.waiting, leader)
 
     def _next(self) -> Sequence | None:
-        """Remove and return the next leader to admit; None if no leader waits or its group needs more rows than are free."""
+        """Dequeue the next group and return its leader; None if no group waits or too few rows are free for it."""
         queues = self._queues
         free = queues.num_free_places - sum(1 + len(each.siblings) for each in self.deferred)
         fits = queues.waiting and 1 + len(queues.waiting[0].siblings) <= free
@@ -158,8 +158,8 @@ class StepPlanner:
         headroom += sum(
             blocks_for(len(each.tokens), 0, table.block_size) + len(each.siblings) for each in self.deferred
         )
-        # If there is no room, try again without the last block of a fully cached prompt. With this block, the prompt
-        # needs an additional block: recomputing the last token writes to a copy of the shared last block.
+        # If a fully cached prompt does not fit, try again without its last cached block. Sharing that block costs an
+        # additional block, because recomputing the last token writes to a copy of it.
         whole = len(hashes) * table.block_size == len(sequence.tokens)
         for usable in (hashes, *[hashes[:-1]] * whole):
             if queues.blocks.attach_prefix(sequence, usable, budget, headroom):

@@ -72,8 +72,8 @@ class Preemption:
             sequences: all sequences that were added to the scheduler and have not finished.
 
         Returns:
-            The sequences that are now in no queue, because they were active, or were being admitted or removed. Their
-            records lack the tokens sampled since the last `SequenceTable.write_back`.
+            The sequences that are now in no queue, because they were active, or were being admitted or removed. Each
+            sequence's `record` lacks the tokens sampled since `SequenceTable.write_back` last updated it.
         """
         queues = self._queues
         waiting: set[int] = set()

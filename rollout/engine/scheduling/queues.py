@@ -60,7 +60,7 @@ class Queues:
 
     @property
     def num_free_places(self) -> int:
-        """The number of further sequences that can get a row now. State slots held by a `Prefill` are not free either."""
+        """The number of further sequences for which a row and, in a model with recurrent layers, a state slot are free."""
         states, free = self.allocator.states, self._max_requests - self.num_active
         if not states.num_slots:
             return free
@@ -69,7 +69,7 @@ class Queues:
 
     @property
     def num_active(self) -> int:
-        """The number of sequences that own a table row, including samples not yet forked from their leader."""
+        """The number of sequences that own a table row, including samples whose prompt another sample is computing."""
         return len(self.by_row)
 
     @property
@@ -78,7 +78,7 @@ class Queues:
         return sum(1 + len(sequence.siblings) for sequence in (*self.waiting, *self.parked))
 
     def active(self) -> list[Sequence]:
-        """Return the leaders that hold KV, sorted by rank; unforked samples are in their leader's `siblings`."""
+        """Return the sequences that hold KV, by rank. Samples whose prompt one of them computes are in its `siblings`."""
         return sorted([*self.decoding, *self.prefilling], key=rank)
 
     def leaders(self) -> list[Sequence]:
@@ -92,7 +92,7 @@ class Queues:
             yield from leader.siblings
 
     def sequences_of(self, step: ScheduledStep) -> list[Sequence]:
-        """Return every sequence that `step` computes, including the unforked siblings of the leaders in its prefills."""
+        """Return every sequence that `step` computes, including samples that share the prompt of a prefill (`siblings`)."""
         owners = [self.by_row[row] for row in step.rows.tolist()]
         return [each for owner in owners for each in (owner, *owner.siblings)]
 
@@ -109,7 +109,7 @@ class Queues:
     # --- changes of queue ---------------------------------------------------------------------------------------
 
     def start_prefill(self, leader: Sequence) -> None:
-        """Add to `prefilling` a leader that owns a table row, and give each of its siblings a row."""
+        """Add to `prefilling` the leader of a group, which owns a table row, and give rows to the group's other samples."""
         for sibling in leader.siblings:
             self.table.add(sibling)
             self.by_row[sibling.row] = sibling

@@ -89,7 +89,7 @@ class StepResults:
         return int(ends.any(axis=0).argmax())
 
     def _append_span(self, rows: IntArray, sampled: StepTokens, span: slice, times: NDArray[np.float64]) -> None:
-        """Append to `rows` the tokens of a run's steps `span`, in which no row may finish or cross a block boundary."""
+        """Append a run's tokens of steps `span` to `rows`. In these steps, no row may finish or cross a block boundary."""
         queues, table = self._queues, self._queues.table
         count = span.stop - span.start
         at = rows[:, None], table.length[rows, None] + np.arange(count)
@@ -106,9 +106,9 @@ class StepResults:
     def _append(
         self, rows: IntArray, sampled: StepTokens, indices: NDArray[np.int64], now: float, ended: list[Sequence]
     ) -> NDArray[np.bool_]:
-        """Append to each of `rows` the sampled token with the corresponding index in `indices`, and `now` as its time.
+        """Append to each of `rows` the sampled token at the corresponding index in `indices`, with `now` as its time.
 
-        Sequences that this finishes are added to `ended`.
+        Sequences that finish with this token are added to `ended`.
 
         Returns:
             [len(rows)] bool, whether each row is still unfinished.
@@ -150,7 +150,7 @@ class StepResults:
     def _keep(
         self, rows: IntArray, kept: list[bytes], indices: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
-        """Record which sets the tokens at `indices` were drawn from (`StepTokens.kept`), except tokens with NaN log-prob."""
+        """Store the set of token ids that each token at `indices` was drawn from. Skip tokens whose log-prob is NaN."""
         by_row, total = self._queues.by_row, 0
         for row, index, good in zip(rows.tolist(), indices.tolist(), (logprobs == logprobs).tolist(), strict=True):
             packed = kept[index]
@@ -212,7 +212,7 @@ class StepResults:
         return None
 
     def _end_prompt(self, leader: Sequence, ended: list[Sequence]) -> None:
-        """Share the leader's prompt with its siblings and start decoding. Add samples that are already done to `ended`."""
+        """Share the computed prompt with the group's other samples and start decoding. Add finished samples to `ended`."""
         queues, table = self._queues, self._queues.table
         group = [leader, *leader.siblings]
         discard(queues.prefilling, leader)

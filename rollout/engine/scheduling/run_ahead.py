@@ -32,7 +32,7 @@ class StepCost:
         self._seconds = math.inf
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Add a step of `rows` rows to the means. Cap `seconds` of an outlier, which another process may have delayed."""
+        """Add a step to the means. Cap the `seconds` of an outlier, because another process may have delayed that step."""
         if _OUTLIER * seconds < self.step(rows):
             # Restart the means: earlier steps were much slower, perhaps because they compiled kernels or captured graphs.
             self._rows, self._seconds = rows, seconds

@@ -157,13 +157,13 @@ class Scheduler(Queues):
     # --- changes to the model -----------------------------------------------------------------------------------
 
     def has_work(self, variant: Variant) -> bool:
-        """Return whether any sequence could run under `variant`."""
+        """Return whether any sequence could run if the adapters of `variant` were active."""
         if variant == self.variant:
             return bool(self.waiting or self.by_row)
         return any(sequence.variant == variant for sequence in self.parked)
 
     def switch(self, variant: Variant, forward: Hashable) -> None:
-        """Change the variant and the forward key (see the attribute `forward`), and empty the prefix cache.
+        """Change the variant (the active adapters) and the forward key (see `forward`), and empty the prefix cache.
 
         If the variant changes, all active sequences are evicted, because their KV belongs to the old variant.
         """
@@ -179,7 +179,7 @@ class Scheduler(Queues):
             insert(self.queue_of(leader), leader)
 
     def advance_version(self, version: int) -> None:
-        """Make `version` the current policy version; every sequence's span of the old version ends at its current length."""
+        """Make `version` the current policy version, under which all later tokens are recorded."""
         table = self.table
         for sequence in self:
             request = sequence.request

@@ -46,7 +46,7 @@ IntArray = NDArray[np.int32]
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
 """A function that reads a sequence's expert routes: (pages of the sequence, start, stop) → [stop - start, layers, k]."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
-"""A `VersionSpans.of_run` that caches its results, which several deltas can share because a delta's spans never change."""
+"""A caching `VersionSpans.of_run`. Several deltas can share a cached result, because a delta's spans never change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,8 @@ class Sequence:
     order: int
     """The number of the sequence's group. Groups are numbered in order of arrival."""
     tokens: IntArray
-    """[P], the live segment's prompt: all tokens when the sequence was last queued, with keys for image placeholders."""
+    """[P], the prompt of the live segment, that is, all tokens that existed when the sequence was last queued. Image
+    placeholders are replaced by keys (see `PromptImages`)."""
     stop_ids: tuple[int, ...]
     """The token ids that finish the sequence: the request's stop ids and, unless `ignore_eos`, the model's EOS ids."""
     max_length: int
@@ -158,7 +159,7 @@ class Sequence:
     min_length: int
     """The length, prompt included, up to which stop tokens and stop strings are ignored."""
     hashes: list[int]
-    """The block hashes of the live segment's prompt."""
+    """The hashes of the complete blocks of `tokens`, for prefix lookups."""
     siblings: list[Sequence] = field(default_factory=list)
     """The other samples of the group, which are forked from this sequence once the prompt has been computed."""
     text: Any = None
@@ -179,7 +180,7 @@ class Sequence:
     prompt_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
-    """The token sets that the live segment's tokens were drawn from, each packed by `pack_kept`; empty if not requested."""
+    """The set of token ids that each token of the live segment was drawn from, see `pack_kept`; empty if not requested."""
 
     @property
     def request(self) -> DynamicInferenceRequest:
@@ -208,7 +209,7 @@ class Sequence:
         return self.row != NO_ROW
 
     def set_prompt(self, tokens: list[int], block_size: int) -> None:
-        """Make `tokens`, which extend the current prompt, the prompt of the live segment, and hash its blocks."""
+        """Replace the live segment's prompt by `tokens`, which start with the current prompt, and hash its blocks."""
         self.tokens = self.images.keyed(tokens)
         self.hashes = compute_block_hashes_batched(self.tokens, block_size, self.request.sampling_params.prefix_share)
 
@@ -388,7 +389,7 @@ class SequenceTable:
         return delta
 
     def routes(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return the expert routes [stop - start, layers, k] of an active sequence's positions `start` to `stop` - 1."""
+        """Return the experts [stop - start, layers, k] chosen at an active sequence's positions `start` to `stop` - 1."""
         assert self.read_routes is not None
         row = sequence.row
         if self.length[row] > self.prompt_length[row]:

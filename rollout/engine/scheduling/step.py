@@ -30,7 +30,7 @@ class ScheduledStep:
     prefills: tuple[Sample, ...]
     """The sequences of the prefill entries, which follow the first `num_decodes` entries."""
     copies: tuple[tuple[int, int], ...]
-    """The page copies before the forward pass, in order, as (source, destination); page `~s` is slot s in host memory."""
+    """The page copies to make before the forward pass, in order: (source, destination), where `~s` is slot s on the host."""
     sampled_entries: IntArray
     """[K] int32, the entry whose last position each token is sampled from. Samples that share a prefill share its entry."""
     sampled_rows: IntArray
@@ -74,7 +74,7 @@ class StepTokens:
     complete: Sequence[int] = ()
     """The indices (into the K tokens) of samples that may stop before `min_tokens`: their structured output is complete."""
     kept: list[bytes] | None = None
-    """[K], the token sets from which the tokens were drawn, each packed by `pack_kept`; None if no request returns them."""
+    """[K], the sets of token ids that the tokens were drawn from (see `pack_kept`); None if no request returns them."""
     values: NDArray[np.float32] | None = None
     """[K, k], the k numbers per token that the user's value function computed; None if there is no such function."""
     steps: int = 1
