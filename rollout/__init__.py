@@ -148,7 +148,7 @@ def __getattr__(name: str) -> Any:
 
         cure = did_you_mean(name, _HOME_OF, "rollout.__all__ lists the public names")
         message = f"module 'rollout' has no attribute {name!r}; {cure}"
-        # Raise ImportError for `from rollout import NAME`, which would replace the message of an AttributeError.
+        # Raise ImportError for `from rollout import NAME`: Python would replace the message of an AttributeError.
         if sys._getframe(1).f_code.co_name == "_handle_fromlist":
             raise ImportError(message, name=__name__)
         raise AttributeError(message)

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _managers: list[RolloutManager] = []
-"""A list with the manager of this process, which may be closed. It is empty before `init`."""
+"""A list that contains this process's manager, even after it is closed. The list is empty before `init`."""
 
 
 def _current() -> RolloutManager | None:

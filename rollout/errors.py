@@ -223,7 +223,7 @@ _SAME_AS = {
         "AsyncLLM": "AsyncLLMEngine",
     },
 }
-"""A dict from class (or "rollout") to a dict from its names to their synonyms in transformers, TRL, vLLM, SGLang, verl."""
+"""A dict from each class (or "rollout") to a dict from its names to synonyms in transformers, TRL, vLLM, SGLang, verl."""
 
 _OUR_NAMES = {
     theirs: (ours, owner)
@@ -344,7 +344,7 @@ ADDRESS: Rule = (is_text, "an address")
 
 
 class Options(NamedOptions):
-    """The base class of option dataclasses whose values are validated too.
+    """The base class of option dataclasses that validate both the names and the values of options.
 
     Rules for booleans and enums are derived from the defaults. `_rules` contains the other rules.
     """

@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeOpti
 
 
 def parse_doctor(arguments: Sequence[str]) -> tuple[DoctorOptions, InferenceConfig]:
-    """Parse the arguments after `rollout doctor`. Raises the same errors as `parse`."""
+    """Parse the arguments after `rollout doctor`. Raise `ConfigError` or `SystemExit` in the same cases as `parse`."""
     options = _parsed(_Doctor, arguments, "doctor", _ABOUT_DOCTOR)
     return options.doctor, options.engine
 

@@ -328,10 +328,10 @@ def _read_header(file: BinaryIO) -> None:
 
 
 def _read_body(file: BinaryIO) -> bytes:
-    """Read the body of the group record at the file's position. If its length is damaged, move to the end of the file.
+    """Read the body of the group at the file's position. If the group's length is damaged, move to the end of the file.
 
     Raises:
-        SerializationError: the record is damaged.
+        SerializationError: the group is damaged.
     """
     size = os.fstat(file.fileno()).st_size
     head = file.read(_HEAD.size)

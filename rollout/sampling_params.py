@@ -219,7 +219,7 @@ _WHOLE, _ANY, _SWITCH = _integer(), _number(f"within {LARGEST:.2g} of 0"), _Kind
 _OCCURRENCE = _number("[-2, 2]", lambda number: abs(number) <= 2)
 
 FILTER, PENALTY = "filter", "penalty"
-"""The roles of options. A filter restricts which tokens can be drawn; a penalty changes logits of tokens that occurred."""
+"""The roles of an option. A filter restricts which tokens can be drawn; a penalty changes the logits of earlier tokens."""
 
 
 def _option(
@@ -234,8 +234,8 @@ def _option(
     """Declare a field of `SamplingParams`, with `kind`, `role` (FILTER, PENALTY or None), `stored` and `host` as metadata.
 
     Args:
-        stored: dtype in which the engine stores the option on the device for every running sequence. None if it does not.
-        host: dtype in which the engine stores the option on the host for every running sequence, or None if it does not.
+        stored: dtype of the copy of the option that the engine keeps on the device for each running sequence, or None.
+        host: dtype of the copy that it keeps on the host, or None.
     """
     return field(default=default, hash=hash, metadata={"kind": kind, "role": role, "stored": stored, "host": host})
 
@@ -511,7 +511,7 @@ def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 
 def _must_be(given: object) -> str:
-    # transformers' GenerationConfig is greedy by default, and its `to_diff_dict` returns the non-default fields.
+    # Read only the fields that were set. A transformers GenerationConfig without `do_sample` is greedy.
     known = given if isinstance(given, Mapping) else getattr(given, "to_diff_dict", dict)()
     names = SamplingParams.__dataclass_fields__
     options = {

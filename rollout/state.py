@@ -83,7 +83,7 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     """The policy by which the coordinator routes a request to a rank."""
 
     LONGEST_PREFIX = "longest_prefix"
-    """A request goes to the rank with the highest score, from its cached leading blocks of the prompt and its free slots."""
+    """A request goes to the rank with the highest score, computed from its cached blocks of the prompt and free slots."""
     FIRST_PREFIX_BLOCK = "first_prefix_block"
     """A request is routed as with `longest_prefix`, but only the first block of the prompt counts as cached."""
     LOAD_BALANCED = "load_balanced"

@@ -15,7 +15,7 @@ from torch import nn
 Hook = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
-"""The DeepSpeed optimizer attributes, by class and ZeRO stage, that may hold the model's parameters as lists of lists."""
+"""The attributes in which DeepSpeed optimizers of different classes and ZeRO stages hold lists of lists of parameters."""
 
 
 def steps_by_itself(optimizer: object) -> bool:

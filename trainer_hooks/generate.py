@@ -317,7 +317,7 @@ def attach(model: nn.Module, manager: RolloutManager, *, fallback: Fallback = "w
 class _Changes:
     """A detector of changes to a model's weights.
 
-    It compares tensors' version counters. It also records steps of torch optimizers, since fused ones raise no counters.
+    It compares version counters of tensors. It also records optimizer steps, because fused optimizers raise no counters.
     """
 
     def __init__(self, model: nn.Module, manager: RolloutManager) -> None:
@@ -331,7 +331,7 @@ class _Changes:
         self._handle.remove()
 
     def announce(self) -> None:
-        """Raise the policy version if weights have changed since `note()` and the version has not been raised since."""
+        """Raise the policy version if weights have changed since the last `note()`, unless it has already been raised."""
         if self._known is None:
             return
         version, state = self._known
@@ -344,7 +344,7 @@ class _Changes:
         self._stepped = False
 
     def _state(self) -> list[tuple[int, int]]:
-        """Return (address, version counter) of every parameter; subclasses of `Tensor` get the address 0."""
+        """Return (address, version counter) for each parameter. The address is 0 if the data is a subclass of `Tensor`."""
         return [
             (parameter.data_ptr() if type(parameter.data) is Tensor else 0, parameter._version)
             for parameter in self._model.parameters()
@@ -432,7 +432,7 @@ def _cut(
     stop: StopStringCriteria,
     config: GenerationConfig,
 ) -> list[bool]:
-    """Cut rows in place after the token that completes a stop string. Return, for each row, whether it was completed."""
+    """Cut rows in place after the token that completes a stop string. Return, for each row, whether it has one."""
     sequences = _padded(input_ids, completions, config)
     width, ended = input_ids.shape[1], [False] * len(completions)
     for length in range(1, sequences.shape[1] - width + 1):

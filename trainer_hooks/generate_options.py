@@ -47,12 +47,12 @@ STAGES: dict[type, int] = {
 }
 """A dict from logits processor class to its place in the engine's order. Classes with equal places may be in any order."""
 CACHES = ("cache", "past_key_values", "cache_params")
-"""The names of the KV cache argument, in this order: since transformers 5.24, before it, and of models without attention."""
+"""The names of the KV cache argument: since transformers 5.24, in earlier versions, and in models without attention."""
 COMPUTED = frozenset({
     *CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "token_type_ids",
     "mm_token_type_ids", "mm_encoder_outputs", "tokenizer",
 })  # fmt: skip
-"""The model arguments not to check: `generate` computes them, or they follow from token ids or stopping criteria."""
+"""The model arguments that need no check: `generate` computes them, or they follow from token ids or stopping criteria."""
 
 
 class NotServed(Exception):  # noqa: N818 - reports a decision, not an error
@@ -87,7 +87,7 @@ def sampling_params(
     padding: Tensor,
     vocab: int,
 ) -> tuple[SamplingParams, StopStringCriteria | None]:
-    """Return the sampling parameters for one sample, and the stop-string criterion, or None without stop strings.
+    """Return the sampling parameters for one sample, and the stop-string criterion (None without stop strings).
 
     Args:
         config: generation configuration that `processors` and `criteria` were made from.

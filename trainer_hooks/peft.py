@@ -69,13 +69,13 @@ def adapter(manager: RolloutManager | DynamicInferenceEngine, name: str | None) 
 
 
 _FLAGS = ("_active_adapter", "_disable_adapters", "active_adapter", "_adapters_disabled")
-"""The attributes that name active adapters or disable adapters: the first two of layers, the others of PEFT models."""
+"""The attributes that name active adapters or disable adapters; layers have the first two, PEFT models the others."""
 _ABSENT = object()
 """A marker for a flag that is not set on the instance itself. `adapter` deletes such a flag from the instance on exit."""
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Return all modules that have at least one of the attributes in `_FLAGS`."""
+    """Return all modules whose active adapters can be switched: adapted layers, wrapped modules and PEFT models."""
     return [
         module
         for module in model.modules()

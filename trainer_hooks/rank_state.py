@@ -1,6 +1,6 @@
 """Rollout state in a trainer's checkpoint folder, one file per rank.
 
-Files are written atomically and contain msgpack, no pickle. The name contains rank and world size, so that ranks need no
+Files are written atomically and contain msgpack, no pickle. Their names contain rank and world size, so that ranks need no
 communication and a job of another size does not load the file.
 """
 

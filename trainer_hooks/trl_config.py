@@ -89,7 +89,7 @@ def warn_of_shaping(trainer: Any, stacklevel: int, why_not_replayed: str = "") -
         why_not_replayed: why the tokens kept by truncation are not replayed, and the remedy. Empty without truncation.
     """
     params = _asked(trainer)
-    # Do not warn about greedy sampling: equal completions have advantage 0, so mismatched log-probs do no harm.
+    # Do not warn about greedy sampling: equal completions have advantage 0, so their log-probs do not matter.
     if params.top_k != 1 and (shaping := params.shaping()):
         shown = ", ".join(shaping)
         warnings.warn(

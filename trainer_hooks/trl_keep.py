@@ -21,11 +21,11 @@ from rollout.manager.rounds import MOST_DISCARDED
 
 @dataclass(frozen=True)
 class ScoredCompletion:
-    """A completion with its reward, for `keep`.
+    """A completion's reward, as passed to the function `keep`.
 
     Attributes:
         reward: weighted sum of the reward functions. None if no function has scored the completion.
-        error: reason why there is no reward, or None with a reward.
+        error: reason why there is no reward; None if there is one.
     """
 
     reward: float | None
@@ -39,10 +39,10 @@ Keep = Callable[[Sequence[ScoredCompletion]], bool]
 
 
 class FullBatches:
-    """A replacement for a GRPOTrainer's `_generate_and_score_completions` that returns groups which `keep` accepts.
+    """A replacement for a GRPOTrainer's `_generate_and_score_completions` that returns only groups that `keep` accepts.
 
-    Once `MOST_DISCARDED` times the batch size has been discarded, every group is accepted. Prompts are drawn with torch's
-    CPU generator, whose state is in the trainer's checkpoint.
+    After discarding `MOST_DISCARDED` groups for each group of the batch, it accepts every group. Prompts are drawn with
+    torch's CPU generator, whose state is in the trainer's checkpoint.
 
     Attributes:
         discarded: number of groups that have been rejected so far, on this rank.
@@ -94,7 +94,7 @@ class FullBatches:
         return self._trainer.accelerator.device
 
     def _groups(self, rows: int, size: int) -> Iterator[list[ScoredCompletion]]:
-        """Yield this rank's groups of `size` scored completions, from the rewards of all ranks, `rows` per rank."""
+        """Yield this rank's groups of `size` scored completions. The recorded rewards cover all ranks, `rows` on each."""
         assert self._rewards is not None
         first = self._trainer.accelerator.process_index * rows
         found = self._rewards[first : first + rows]
@@ -166,7 +166,7 @@ def _rows(scored: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 
 def _padded(values: list[Tensor], *, left: bool, value: int) -> Tensor:
-    """Concatenate the rows of tensors. Shorter rows are padded with `value`, on the left if `left`, else the right."""
+    """Concatenate the rows of tensors. Shorter rows are padded with `value`, on the left if `left`, else on the right."""
     if values[0].dim() == 1:
         return torch.cat(values)
     width = max(each.shape[1] for each in values)

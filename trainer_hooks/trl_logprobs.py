@@ -30,7 +30,7 @@ from trainer_hooks.trl_rows import GeneratedRows
 
 
 def check_tree(trainer: Any) -> None:
-    """Raise for GRPOConfig options that the log-prob pass over trees does not support.
+    """Reject GRPOConfig options that the log-prob pass over prefix trees does not support.
 
     Raises:
         ConfigError: an option is not supported; the message names it.
@@ -91,7 +91,7 @@ class LogprobPass:
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Return (log-probs of the last `logits_to_keep` columns, entropies or None, None for a load-balancing loss).
+        """Return (log-probs of the last `logits_to_keep` columns, entropies or None, None instead of an auxiliary loss).
 
         Raises:
             ValueError: an input is not supported, such as images without prefix trees; the message names it.
@@ -167,7 +167,7 @@ class LogprobPass:
         return replace(packed, **of_rows)
 
     def _sets(self, shape: torch.Size, prompt: int, rows: slice) -> tuple[dict[str, Any], KeptSets]:
-        """Return the sampling arguments for `read_scores`, and the recorded kept tokens of the columns from `prompt` on."""
+        """Return the sampling arguments for `read_scores`, and the ids left by top-p etc. from column `prompt` on."""
         ids, counts = self._rows.kept(rows)
         sizes = counts.new_zeros(shape)
         width = min(shape[1] - prompt, counts.shape[1])

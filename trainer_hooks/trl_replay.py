@@ -11,11 +11,11 @@ from trainer_hooks.trl_images import is_vision
 
 
 def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
-    """Return why log-probs are not over the tokens kept by truncation; None if they are, and "" if nothing is truncated.
+    """Return why log-probs are not over the tokens left by top-p and the like: None if they are, "" without truncation.
 
     Args:
         asked: the argument `replay` of `attach`. If None, replay if possible.
-        routes: whether the engine records routes, which are replayed even without kept tokens.
+        routes: whether the engine records expert routes. These are replayed even without truncation.
 
     Raises:
         ConfigError: replay is requested, but kept tokens cannot be replayed or there are no kept tokens; or routes are
@@ -47,7 +47,7 @@ def _check_routes(trainer: Any, asked: bool | None) -> None:
 
 
 def _why_not(trainer: Any, params: SamplingParams) -> str | None:
-    """Name the option that prevents log-probs over the tokens that truncation kept, and the remedy; None if none does."""
+    """Return the option that prevents log-probs over the tokens left by truncation, and the remedy, or None."""
     if trainer.tools:
         return (
             "with tools: what they return was not sampled, and sets of earlier turns are not kept; train without tools"

@@ -1,4 +1,4 @@
-"""The data of generated rows without a TRL tensor: expert routes, and kept tokens (ids that each token was drawn from).
+"""The data that TRL does not store for generated rows: expert routes, and kept tokens (ids that each token was drawn from).
 
 The data is stored next to TRL's tensors, so TRL shuffles and splits it together with them. Routes are replayed in every
 forward pass of the log-prob pass. After a forward pass with gradient, the replay lasts until the end of the training step,
@@ -41,7 +41,7 @@ class GeneratedRows:
     # --- from generation to forward pass ------------------------------------------------------------------------
 
     def take(self, batch: RolloutBatch, completions: list[list[int]], failed: list[bool]) -> None:
-        """Store a generation's kept tokens and routes until TRL has scored its rows. A failed row has one dummy token."""
+        """Store the rows' expert routes and the ids left by top-p and the like, until TRL has scored the generated rows."""
         self._now = {}
         if self._kept:
             sets = [
@@ -61,12 +61,12 @@ class GeneratedRows:
             self._now[_ROUTES] = routes
 
     def scored(self, outputs: dict[str, Any]) -> dict[str, Any]:
-        """Return TRL's outputs for a generation, with the stored kept tokens and routes added."""
+        """Return TRL's outputs for a generation, with the stored expert routes and ids left by top-p and the like added."""
         now, self._now = self._now, {}
         return outputs | now
 
     def loss(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `_compute_loss` so that its forward pass uses the kept tokens and routes among its inputs."""
+        """Wrap `_compute_loss` so that its forward pass replays the expert routes and token sets among its inputs."""
 
         def computed(model: Any, inputs: dict[str, Any]) -> Any:
             self._now = {name: inputs[name] for name in (_IDS, _COUNTS, _ROUTES) if name in inputs}
@@ -78,18 +78,18 @@ class GeneratedRows:
         return computed
 
     def kept(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the kept ids of each row, concatenated, and their number per token: int32 [N, ids] and [N, tokens]."""
+        """Return each row's ids left by top-p and the like, and their number per token: int32 [N, ids] and [N, tokens]."""
         return self._now[_IDS][rows], self._now[_COUNTS][rows]
 
     # --- routes -------------------------------------------------------------------------------------------------
 
     def routes(self, rows: slice) -> Tensor | None:
-        """Return the recorded routes of `rows`, int16 [N, tokens, layers, k], or None if routes are not replayed."""
+        """Return the expert routes of `rows`, int16 [N, tokens, layers, k], or None if routes are not replayed."""
         return self._now[_ROUTES][rows] if _ROUTES in self._now else None
 
     @contextmanager
     def routed(self, model: Any, input_ids: Tensor, real: Tensor, rows: slice) -> Iterator[None]:
-        """Replay the recorded routes, if any, in a forward pass over padded `rows`. `real` is False at padding tokens."""
+        """Replay any recorded expert routes in a forward pass over padded `rows`. `real` is False at padding tokens."""
         routes = self.routes(rows)
         if routes is None:
             yield
@@ -100,7 +100,7 @@ class GeneratedRows:
 
     @contextmanager
     def routed_tree(self, model: Any, packed: PackedTree) -> Iterator[None]:
-        """Replay the recorded routes, if any, while the `with` block runs a forward pass over the tree `packed`."""
+        """Replay any recorded expert routes while the `with` block runs a forward pass over the prefix tree `packed`."""
         if packed.routed_experts is None:
             yield
             return
@@ -117,7 +117,7 @@ class GeneratedRows:
         return computed
 
     def training_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `training_step`, so that the replay of routes lasts until the step's backward pass has run."""
+        """Wrap `training_step`, so that the replay of expert routes lasts until the step's backward pass has run."""
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as self._step:

@@ -56,7 +56,7 @@ def _error(trace: Any) -> str:
 
 
 def _turns(trace: Any, index: int, params: SamplingParams, version: int) -> Iterator[DynamicInferenceRequest]:
-    """Yield each run of sampled tokens in the trace's message graph once, as a request whose prompt precedes the run."""
+    """Yield each run of sampled tokens in the trace's message graph once, as a request. Its prompt is all earlier tokens."""
     seen: set[int] = set()
     for branch in trace.branches:
         tokens: list[int] = []

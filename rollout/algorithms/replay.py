@@ -32,7 +32,7 @@ class LogitReader(Protocol):
     def read(
         self, rows: Tensor, temperature: PerRow, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the requested logits, and the log-normalisers of whole rows.
+        """Return the requested logits, and the log-normalisers (logsumexp of the divided logits) of whole rows.
 
         Args:
             rows: the row of logits of each of M sampled tokens.
@@ -149,7 +149,7 @@ def replay_logprobs(
 
 
 class _Drawn(NamedTuple):
-    """The M tokens in the mask, and the S' token ids (entries) in their kept sets."""
+    """The M tokens in the mask, and the S' ids (entries) in the sets that these tokens were drawn from."""
 
     places: Tensor
     """[M]: the flat index of each token in [N, T]."""
@@ -170,7 +170,7 @@ class _Drawn(NamedTuple):
 
 
 def _normalised(scores: Tensor, token: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """Return the log-softmax of the entry that `chosen` marks in each of `count` sets; -inf for a set without one."""
+    """Return the log-softmax of the entry that `chosen` marks in each of `count` sets, or -inf if it marks none."""
     peak = scores.new_full((count,), -torch.inf).scatter_reduce(0, token, scores.detach(), "amax")
     total = scores.new_zeros(count).index_add(0, token, (scores - peak[token]).exp())
     score = scores.new_zeros(count).index_add(0, token, torch.where(chosen, scores, 0))
@@ -187,7 +187,7 @@ def _occurrences(
 ) -> tuple[Tensor, Tensor]:
     """Return, for each entry (a row, a column and a token id in `members`), how often the id occurs in the completion before
     that column, and whether it occurs anywhere in the row before that column."""
-    # Choose a vocabulary size above every id: otherwise padding (id -1) would look like a token of the previous row.
+    # Add 2 to the largest id: with 1 more, padding (id -1) would look like the largest id in the previous row.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (

@@ -63,7 +63,7 @@ def chain_root(salt: str | None) -> int:
 
 
 def chain_block_hashes(parents: NDArray[np.int64], blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Extend B hash chains by one block each. `compute_block_hashes_batched` of the longer prompts gives the same hashes.
+    """Extend B hash chains by one block each. The hashes equal `compute_block_hashes_batched` for the longer prompts.
 
     Args:
         parents: int64 [B], the hash of each preceding block, or `chain_root` for a chain's first block.

@@ -62,12 +62,12 @@ def decode_fields(owner: str, plain: Any, codecs: Mapping[str, Codec]) -> dict[s
 
 
 def refuse(what: str, value: object, rule: str) -> NoReturn:
-    """Raise a `SerializationError` about `what`, which says that `value` arrived instead of what `rule` describes."""
+    """Raise a `SerializationError` that names `what`, the received `value`, and the `rule` that the value violates."""
     raise SerializationError(f"{what}: {reprlib.repr(value)[:80]} arrived where {rule} must be")
 
 
 def unpack_msgpack(what: str, packed: bytes | memoryview, **options: Any) -> Any:
-    """Unpack one msgpack value with the `options` of `msgpack.unpackb`; a `SerializationError` begins with `what`."""
+    """Unpack one msgpack value, with `options` for `msgpack.unpackb`. The message of an error begins with `what`."""
     try:
         return msgpack.unpackb(packed, **options)
     # ValueError is the base class of all errors that `unpackb` itself raises. A list as a map key causes TypeError.
@@ -203,7 +203,7 @@ def _array(dtypes: str, rule: str) -> Codec:
 def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
     """Encode a tensor as [dtype name, shape, row-major bytes]; bfloat16 is supported.
 
-    The bytes are in host order, which is little-endian wherever torch runs. Device and autograd graph are dropped.
+    The bytes are in the host's byte order, little-endian wherever torch is supported. The device is not encoded.
     """
     import torch
 

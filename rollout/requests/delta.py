@@ -85,7 +85,7 @@ class SampleDelta:
     """The index of this delta's first token in the completion. If it is 0 although the reader has tokens, the sample was
     restarted, and the new tokens replace the old ones."""
     token_ids: bytes = b""
-    """The token ids, int32 [count] in host order, which is little-endian wherever torch runs."""
+    """The token ids, int32 [count], in the host's byte order (little-endian on every platform that torch supports)."""
     log_probs: bytes = b""
     """The tokens' log-probs, float32 [count], encoded like the token ids."""
     versions: VersionSpans = field(default_factory=VersionSpans)
@@ -120,7 +120,7 @@ class SampleDelta:
 
     @property
     def buffer_bytes(self) -> int:
-        """The total size of the tokens, log-probs and optional fields, in bytes; text counts one per character."""
+        """The total size of the tokens, log-probs and optional fields, in bytes. A character of text counts as one byte."""
         optional = (getattr(self, name) for name in COLUMNS)
         return len(self.token_ids) + len(self.log_probs) + sum(len(v) for v in optional if isinstance(v, bytes | str))
 
@@ -307,7 +307,7 @@ def growth(
     if live.sampling_params.logprobs:
         delta.top_n = pack_top_n(joined(record, "generated_top_n_logprobs", start))
     last = live.original_prompt_length + made - 1
-    # Send routes of a sample without tokens too: a sample that failed during prefill has routes for part of its prompt.
+    # Also send the expert routes of a sample without tokens: if it failed in prefill, it has routes for part of its prompt.
     if (made > start or not made) and 0 < last <= route_rows(record):
         first = first_unread(computed_length(record), live.original_prompt_length + start)
         routes = [each.routing_indices for each in record if each.routing_indices is not None]
@@ -346,7 +346,7 @@ def version_of_prompt(live: DynamicInferenceRequest) -> int:
 
 
 def versions(live: DynamicInferenceRequest, start: int, stop: int) -> VersionSpans:
-    """Return the versions of completion tokens `start` … `stop` - 1; a token without one has `live.policy_version`."""
+    """Return the policy versions of tokens `start` … `stop` - 1; those without a version get `live.policy_version`."""
     first, last = live.original_prompt_length + start, live.original_prompt_length + stop
     spans = VersionSpans(live.policy_spans.window(first, last))
     spans.extend_to(last - first, live.policy_version)
@@ -363,7 +363,7 @@ def joined(record: DynamicInferenceRequestRecord, name: str, start: int) -> list
 
 
 def kept_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -> bytes:
-    """Return the sets that completion tokens `start` … `stop` - 1 were drawn from, packed by `pack_kept`."""
+    """Return the sets of ids that completion tokens `start` … `stop` - 1 were drawn from, packed by `pack_kept`."""
     packed = b""
     for segment in record.segments if start < stop else ():
         low, sets = segment.rng_offset, segment.generated_kept_tokens

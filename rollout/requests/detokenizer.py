@@ -124,7 +124,7 @@ class CompletionText:
         self._ended_text = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add the next token; return the stop string if one is complete and `may_stop` allows it. Ignore tokens after it."""
+        """Add a token; return the stop string if one is complete and `may_stop` is set. Then later tokens are ignored."""
         if self._stop is None:
             settled = self._tail + self._detokenizer.push((token_id,))
             seen = settled + self._detokenizer.pending.rstrip(_REPLACEMENT)

@@ -176,7 +176,7 @@ class EventLog:
     ) -> None:
         """Record a sampled token.
 
-        The counts cover the whole KV pool: all blocks, blocks in the prefix cache, those in use among them, and references.
+        The counts cover the whole KV pool: blocks, blocks in the prefix cache, prefix cache blocks in use, and references.
         """
         counts = (token_id, blocks_total, blocks_hashed_total, blocks_hashed_active, blocks_ref_count)
         payload = {name: int(count) for name, count in zip(_TOKEN_FIELDS, counts, strict=True) if count is not None}

@@ -113,7 +113,7 @@ class DynamicInferenceRequestRecord:
         return [entry for segment in self.segments for entry in getattr(segment, name)]
 
     def of_prompt(self, name: str) -> list[Any] | None:
-        """Return the original prompt's entries in the field `name`, from the first segment that has all, or None."""
+        """Return the original prompt's entries in the field `name`, from the first segment that has them all, or None."""
         needed = len(self.segments[0].prompt_tokens) - 1
         rows = (getattr(segment, name) for segment in self.segments)
         return next((row[:needed] for row in rows if row is not None and len(row) >= needed), None)
@@ -235,7 +235,7 @@ class DynamicInferenceRequestRecord:
 
 
 def joined_values(segments: Iterable[DynamicInferenceRequest]) -> NDArray[np.float32] | None:
-    """Join the `generated_values` of all segments, with NaN for a segment without values; return None if all have none."""
+    """Join the `generated_values` of all segments, or return None if there are none. A segment without values gets NaN."""
     parts = [(segment.generated_length, segment.generated_values) for segment in segments]
     width = next((values.shape[1] for _, values in parts if values is not None), None)
     if width is None:

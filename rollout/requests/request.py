@@ -349,7 +349,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest):
 
     @property
     def tracked_metadata(self) -> dict[str, int | float]:
-        """The value of each option in `get_metadata_types`, by name; None becomes -1, and `logit_bias` its size."""
+        """The value of each option in `get_metadata_types`, by name; None becomes -1, and `logit_bias` its length."""
         params = self.sampling_params
         values = {name: getattr(params, name) for name, _, _ in MIRRORED} | {
             "seed": self.seed,

@@ -1,4 +1,4 @@
-"""Ragged columns of a completion: the set that each token was drawn from, its top log-probs, and its expert routes.
+"""Ragged columns of a completion: the set of ids that each token was drawn from, its top log-probs, its expert routes.
 
 Always true: packed columns may be joined as bytes, and unpacking the result gives the joined columns. If two parts have
 routes for the same position, the later part's routes are used.
@@ -97,7 +97,7 @@ class KeptTokens:
 
 
 def pack_kept(sets: KeptTokens) -> bytes:
-    """Encode sets as little-endian int32: for each token, the size of its set, then the ids."""
+    """Encode sets as little-endian int32: for each token, the size of its set, then the set's ids."""
     starts = np.cumsum(sets.counts) - sets.counts
     return np.insert(sets.ids, starts, sets.counts).astype("<i4", copy=False).tobytes()
 
@@ -182,10 +182,10 @@ def first_unread(computed: int, position: int) -> int:
 
 
 def overlaid(parts: Sequence[tuple[int, Routes]]) -> tuple[int, Routes]:
-    """Join consecutive parts of one sample to (first position, routes). Where parts overlap, the later routes are used.
+    """Join parts of one sample's expert routes; return (first position, routes). Where parts overlap, the later one counts.
 
     Raises:
-        ValueError: positions between two parts are missing, or their [layers, k] differ.
+        ValueError: positions between two parts are missing, or the parts differ in the number of layers or in k.
     """
     end = parts[0][0]
     for first, routes in parts:
@@ -201,13 +201,13 @@ def overlaid(parts: Sequence[tuple[int, Routes]]) -> tuple[int, Routes]:
 
 
 def pack_routes(first: int, routes: Routes) -> bytes:
-    """Encode the routes of the positions from `first` on."""
+    """Encode the expert routes of the positions from `first` on."""
     packed: bytes = msgpack.packb([first, INT_ARRAY.encode(routes)])
     return packed
 
 
 def unpack_routes(packed: bytes) -> tuple[int, Routes]:
-    """Decode one or more concatenated results of `pack_routes` to (first position, routes).
+    """Decode one or more concatenated results of `pack_routes` to (first position, expert routes).
 
     Raises:
         SerializationError: a part is malformed, or positions between two parts are missing.

@@ -46,7 +46,7 @@ def _ends(connection: socket.socket) -> list[tuple[str, int]]:
 
 
 def _place(host: str, port: int | None) -> tuple[str, int]:
-    """Return (host, port), where all names of the loopback device and of "all interfaces" become the same host."""
+    """Return (host, port), with one common host for all names of the loopback device and of "all interfaces"."""
     local = host in ("localhost", "::", "::1", "0.0.0.0", "*") or host.startswith("127.")
     return "local" if local else host, port or 0
 

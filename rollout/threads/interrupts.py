@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Deferral:
-    """A signal handler that defers the first Ctrl-C to the end of a `with` block; while `shielded` is set, every one.
+    """A signal handler that defers the first Ctrl-C to the end of a `with` block, or every Ctrl-C while `shielded` is set.
 
     Attributes:
         presses: number of Ctrl-C presses that the original handler has not received yet.
@@ -34,7 +34,7 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Call the original handler if more than `waiting` presses are pending and the running code is not shielded."""
+        """Call the original handler if more Ctrl-C presses are pending than may wait, unless this code is shielded."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
@@ -120,7 +120,7 @@ def _shielded(wholly: bool) -> Iterator[None]:
 
 @contextmanager
 def interruptible(*, first: bool = False) -> Iterator[None]:
-    """Let a second Ctrl-C, even a past one, interrupt this `with` block in `uninterrupted()`; if `first`, one is enough."""
+    """Let a second Ctrl-C, even an earlier one, interrupt a `with` block in `uninterrupted()`. If `first`, one is enough."""
     deferral = _thread.deferral
     if deferral is None or deferral.wholly:
         yield

@@ -46,7 +46,7 @@ class FairLock:
         return self._next.locked()
 
     def describe(self) -> str:
-        """Return a text that names the holder and says whether threads wait, without taking a lock."""
+        """Return a string that names the holder and says whether threads wait, without taking a lock."""
         return f"held by {thread_name(self._owner)}{', wanted by others' if self.wanted else ''}"
 
     def __enter__(self) -> None:
@@ -134,7 +134,7 @@ class Turns:
                 self._changed.notify_all()
 
     def describe(self) -> str:
-        """Return a text with the holder's name and the length of the queue, without taking a lock."""
+        """Return a string with the holder's name and the length of the queue, without taking a lock."""
         holder = self._holder
         return "free" if holder is None else f"held by {holder.name!r}, {len(self._queue) - 1} waiting"
 

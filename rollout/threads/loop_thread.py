@@ -69,7 +69,7 @@ class LoopThread:
             raise RuntimeError(f"{self._name} was closed while {what} ran on it") from None
 
     def refuse_inside(self, what: str) -> None:
-        """Raise `RuntimeError` about the call `what` if the caller is on the loop itself, where waiting would deadlock."""
+        """Raise `RuntimeError` if the caller is on the loop itself, where waiting would deadlock. `what` names the call."""
         if self.inside:
             self._refuse(what)
 
