@@ -75,8 +75,8 @@ class LoadAdapterRequest(Body):
     lora_path: Annotated[str, Field(min_length=1, max_length=3072)]
     """Folder on the server's machine, as written by PEFT's `save_pretrained`."""
     load_inplace: bool = False
-    """Whether to replace a loaded adapter of the same name. Its requests then continue with the new adapter, under the next
-    policy version. If false, a loaded adapter of the same name is an error."""
+    """Whether to replace a loaded adapter of the same name. Requests that use it then continue with the new adapter,
+    under the next policy version. If false, a loaded adapter of the same name is an error."""
 
 
 class UnloadAdapterRequest(Body):

@@ -116,7 +116,7 @@ class ModelRunner:
         )
 
     def compute(self, work: ForwardWork, states: NDArray[np.int32] | None = None, named: Names | None = None) -> Tensor:
-        """Zero and copy the KV blocks in `work`, then return `forward`'s logits. All tensor-parallel ranks call this."""
+        """Zero and copy the KV blocks listed in `work`, then return the logits. All tensor-parallel ranks call this."""
         self.order.follow()
         if work.zeroed_blocks:
             self.cache.zero_blocks(work.zeroed_blocks)

@@ -77,7 +77,7 @@ class ModelWatch:
         self._settings = self._mask_settings()
 
     def variant(self) -> Variant:
-        """Return the key of the active adapters, as `variant_of` computes it. The same exceptions are raised."""
+        """Return the key of the active adapters; raise `UnsupportedModelError` if one is an activated LoRA (aLoRA)."""
         return variant_of(self.adapted_layers())
 
     def adapted_layers(self) -> list[Any]:
@@ -96,7 +96,7 @@ class ModelWatch:
             self._module_epoch = epoch
             scan = _Scan(self._contents)
             found = scan.model(self._model), epoch if scan.foreign else None
-            # Keep the previous object if the new key equals it: each step compares keys, which is fast for a single object.
+            # Keep the previous object if the new key equals it: each step compares keys, and identical objects compare fast.
             self._modules = self._modules if found == self._modules else found
         return self._modules
 
@@ -109,7 +109,7 @@ class ModelWatch:
         return ", ".join(sorted({key[1] for key in before | now if before.get(key) != now.get(key)}))
 
     def masks_changed(self, max_sequence_length: int | None) -> bool:
-        """Return whether the model's masks differ from the ones in `layout`. Inspect the model only if settings changed.
+        """Return whether the model's masks differ from those in `layout`. The model is inspected only if settings changed.
 
         Raises:
             UnsupportedModelError: the changed attention layers need a feature that the engine does not support.
@@ -239,7 +239,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Return a tensor's form for the forward key: its content if small, else an object that changes with every write."""
+        """Return a tensor's form for the forward key: its content if small, else an object that is new after every write."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

@@ -154,7 +154,7 @@ class ModuleForward:
 
     @property
     def without_library(self) -> str:
-        """The reason why the C++ kernels (`library`) are not used."""
+        """The reason why the C++ kernels are not used; if `library` is set, a description of the kernels."""
         on_cpu = self.layout.device.type == "cpu"
         return cpu_library.status().described if on_cpu else "the fused forward is for CPUs"
 

@@ -67,7 +67,7 @@ class FusedForward:
         """The collector of the hidden states from which the user's value function computes values of tokens."""
 
     def ready(self, module_epoch: int) -> bool:
-        """Return whether `run` can compute the model in its current state. For `module_epoch`, see `Installation`."""
+        """Return whether `run` can compute the current model, which is checked again if `module_epoch` has changed."""
         if module_epoch != self._module_epoch or (self._bound is not None and not self._bound.reads(self._cache)):
             self._module_epoch = module_epoch
             self._bind()

@@ -25,7 +25,7 @@ _SPLIT, _INTERLEAVED = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (
 
 
 class Parts:
-    """The reader of one model's parts. Its methods raise `Unfusable` or `AttributeError` if C++ cannot compute a part.
+    """The reader of one decoder's parts. Its methods raise `Unfusable` or `AttributeError` if C++ cannot compute a part.
 
     Args:
         dtype: dtype of all parameters except those of adapters.
@@ -89,7 +89,7 @@ class Parts:
         return [self.linear(getattr(parent, name), size)[0] for name, size in zip(names, sizes, strict=True)]
 
     def linear(self, module: Any, *sizes: int, lora: bool = True) -> list[Linear]:
-        """Read the projections with `sizes` outputs that `module` packs. Without `sizes`, read it as one projection.
+        """Read the projections packed in `module`, with `sizes` outputs each. Without `sizes`, it is a single projection.
 
         If `lora` is False, an active adapter raises `Unfusable`.
         """

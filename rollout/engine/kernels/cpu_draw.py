@@ -30,15 +30,15 @@ class Drawn(NamedTuple):
     token: Tensor
     """The id of each drawn token, int64 [R]."""
     peak: Tensor
-    """The largest score / temperature of each row, float32 [R]."""
+    """The largest score of each row, divided by the row's temperature, float32 [R]."""
     log_sum: Tensor
     """The log of the sum of exp(score / temperature - peak) over each row, float64 [R]; NaN if the peak is not finite."""
     score: Tensor
-    """The score / temperature of each drawn token, float32 [R]."""
+    """The score of each drawn token, divided by the row's temperature, float32 [R]."""
     kept_ids: Tensor | None
-    """The tokens that could be drawn in each row that requests them, row by row, ascending, int32; None if no row does."""
+    """The ids that could be drawn, ascending in each row that requests them, int32; None if no row requests them."""
     kept_counts: Tensor | None
-    """The number of entries of each row in `kept_ids`, int64 [R], or None if no row requests them."""
+    """The number of entries of each row in `kept_ids`, int64 [R]; None without `kept_ids`."""
 
 
 class CpuDraw:
@@ -67,7 +67,7 @@ class CpuDraw:
             greedy: whether each row takes the token with its largest score (on ties the lowest id), bool [R].
             keys: key of each row's random stream, int64 [R]; see `numerics.uniforms`.
             positions: position of each row in its random stream, int64 [R].
-            keeping: whether each row returns the tokens that could be drawn, bool [R]; None if no row does.
+            keeping: whether each row returns the tokens that could be drawn, bool [R]; None if no row returns them.
             room: buffer for these tokens, int32 [R, V], which is overwritten; required with `keeping`.
         """
         count, vocabulary = scores.shape

@@ -95,8 +95,8 @@ def _compiler() -> _Compiler:
 
 def _compile(compiler: _Compiler, target: Path) -> None:
     failed = ""
-    # Use -march=native on x86 and -mcpu=native elsewhere: GCC accepts only one of them on each, and Clang accepts that
-    # one too. If this fails (an old Clang on a new Arm core), compile without processor-specific instructions.
+    # Use -march=native on x86 and -mcpu=native elsewhere: on each platform, GCC accepts only this flag, and Clang does
+    # too. If compiling fails (an old Clang on a new Arm core), compile without processor-specific instructions.
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
     for tuning in ((native,), ()):
         command = [compiler.path, *FLAGS, *tuning, str(_SOURCE), "-o", str(target)]
@@ -143,7 +143,7 @@ def _built(path: Path, compiler: _Compiler) -> Path:
 
 
 def _processor() -> str:
-    """Return a text that identifies the processor's instruction set, on which the compiled library depends."""
+    """Return a string that identifies the processor's instruction set, on which the compiled library depends."""
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text().splitlines()
         wanted = ("flags", "Features", "CPU part")

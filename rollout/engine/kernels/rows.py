@@ -13,7 +13,7 @@ class PagedRows:
     """The P positions of R sequences, packed one sequence after the other; the positions of a sequence are consecutive."""
 
     offsets: NDArray[np.int64]
-    """The index of each sequence's first packed position, followed by P, [R + 1]."""
+    """The index of each sequence's first packed position, and P as the last entry, [R + 1]."""
     positions: NDArray[np.int64]
     """The index of each packed position within its sequence, [P]. A position attends to all positions up to its own."""
     tables: NDArray[np.int64]

@@ -126,7 +126,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tensor,
 
 
 _MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""FlexAttention's masks of every tree in use, by (window, causal). A mask is computed once for all layers and passes."""
+"""A dict from (window, causal) to FlexAttention's mask for every tree in use. Masks are shared by layers and passes."""
 
 
 def block_mask(tree: Tensor, window: int | None, causal: bool = True, start: int = 0) -> BlockMask:

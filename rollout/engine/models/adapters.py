@@ -1,4 +1,4 @@
-"""Reads LoRA adapters, which requests select by name, from folders, assigns them to sequences and applies them.
+"""Reads LoRA adapters from folders, and applies them to the sequences whose requests select them by name.
 
     y = W x + s · B (A x),   s = alpha / r, or alpha / √r with rsLoRA        (Hu et al. 2021, arXiv:2106.09685)
 
@@ -115,8 +115,8 @@ def _check_kind(config: Any) -> None:
     if config.get("bias", "none") != "none":
         named["bias"] = config["bias"]
     if config.get("init_lora_weights") not in _PLAIN_INITS:
-        # Reject this initialisation, which has changed the base weights. PEFT can convert the adapter
-        # (path_initial_model_for_weight_conversion).
+        # Reject this initialisation, which has changed the base weights. `save_pretrained` of PEFT can convert the adapter,
+        # with the argument `path_initial_model_for_weight_conversion`.
         named["init_lora_weights"] = config["init_lora_weights"]
     if named:
         shown = ", ".join(f"{name}={value!r}" for name, value in named.items())

@@ -112,7 +112,7 @@ AttentionInterface.register(IMPLEMENTATION, rollout_attention)
 
 
 def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the attention function of an implementation, as the file that defines the module's class would look it up."""
+    """Return the attention function that an implementation's name selects in the file that defines the module's class."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
     interface = next((file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None)
     eager = next((file["eager_attention_forward"] for file in files if "eager_attention_forward" in file), None)
@@ -263,9 +263,9 @@ class Installation:
 
 
 class _Switched(str):
-    """The name of a model's own attention implementation, which equals the engine's on a thread in an engine's forward pass.
+    """The name of a model's own attention implementation, as a string that has another value in the engine's forward pass.
 
-    Copying or pickling it gives the original name.
+    On a thread that runs this pass, it equals the name `ours`. Copying or pickling it gives the model's own name.
     """
 
     ours: str

@@ -93,7 +93,7 @@ class StateRows(_NoKV):
         self._pool = pool
         self._rows: dict[StateKey, Tensor] = {}
         first = int(slots[0])
-        # Use a view of neighbouring slots. Other slots are gathered into a copy, which `flush` writes back.
+        # If the slots are consecutive, use a view of them. Otherwise gather them into a copy, which `flush` writes back.
         neighbours = np.array_equal(slots, np.arange(first, first + len(slots)))
         self._place = slice(first, first + len(slots)) if neighbours else None
         self._index = None if neighbours else upload(slots.astype(np.int64), pool.device)

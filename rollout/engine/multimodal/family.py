@@ -44,8 +44,8 @@ class StepImages:
 
     Attributes:
         index: packed positions of the I image embeddings, [I].
-        embeddings: the image embeddings, [I, hidden size], followed by any embeddings that are added after the first decoder
-            layers. The list is empty if the step has no image embeddings.
+        embeddings: the image embeddings, [I, hidden size], then (with deepstack) one tensor for each of the first decoder
+            layers, to add after the layer. The list is empty if the step has no image embeddings.
         positions: rotary positions, [P]. If time, height and width may differ, [4, P]: the position in the sequence, time,
             height and width.
         seen: last position that each position attends to, [P]; None means its own position.
@@ -106,7 +106,7 @@ class Family(ABC):
         """The part of the model whose functions compute positions and embeddings."""
 
     def items(self, images: ImageInputs) -> list[ImageItem]:
-        """Return the items of a prompt's images in the order of their placeholders, then the items of its videos.
+        """Return a prompt's items (images or tiles of images, then videos), each kind in the order of its placeholders.
 
         Raises:
             InvalidRequestError: a tensor is missing, unknown, or of the wrong shape.
@@ -124,7 +124,7 @@ class Family(ABC):
         """Compute an item's embeddings [count, hidden size]. The caller must disable gradients and use eval mode.
 
         Returns:
-            The embeddings, followed by any embeddings that are added after the first decoder layers (deepstack).
+            The embeddings, then (with deepstack) one tensor for each of the first decoder layers, to add after the layer.
         """
         inputs = {name: value.to(device) for name, value in item.inputs.items()}
         name = "get_video_features" if item.video else "get_image_features"
@@ -145,8 +145,8 @@ class Family(ABC):
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return the arguments that replace `input_ids` in the model's forward pass.
 
-        They are `inputs_embeds` [B, L, hidden size], with arbitrary values at images, and any other inputs that the model
-        computes from token ids.
+        They are `inputs_embeds` [B, L, hidden size], with arbitrary values at image positions, and any other inputs that
+        the model computes from token ids.
 
         Args:
             tokens: token ids, [B, L], negative at the positions of images.
@@ -173,7 +173,7 @@ class Family(ABC):
 
     @abstractmethod
     def _cut(self, tensors: Mapping[str, Tensor]) -> Iterator[Cut]:
-        """Yield a `Cut` for each item in a prompt's tensors, whose names have been checked."""
+        """Yield a `Cut` for each item (image, tile or video) in a prompt's tensors, whose names have been checked."""
 
     def _wrong_shapes(self, tensors: Mapping[str, Tensor], rule: str) -> InvalidRequestError:
         shown = [f"{name} of shape {list(tensors[name].shape)}" for name in self.tensors if name in tensors]

@@ -62,7 +62,7 @@ class FeatureCache:
         self.reused = 0
 
     def of(self, item: ImageItem) -> Embeddings:
-        """Return the embeddings of an item. If they are not cached, compute and cache them."""
+        """Return the embeddings of an item (image, tile or video). If they are not cached, compute and cache them."""
         known = self._kept.get(item.digest)
         if known is not None:
             self._kept.move_to_end(item.digest)
@@ -203,8 +203,8 @@ class Vision:
         Args:
             step: the step, with R rows and P packed positions.
             table: the table of sequences.
-            offsets: index of each row's first packed position, followed by P, [R + 1].
-            positions: position of each packed position in its sequence, [P].
+            offsets: index of each row's first packed token, and P as the last entry, [R + 1].
+            positions: position of each packed token in its sequence, [P].
 
         Raises:
             EncodingError: the vision tower raised an exception.

@@ -51,7 +51,7 @@ class Allowed:
 
 @dataclass(slots=True, eq=False)
 class _Matcher:
-    """A matcher that has consumed the first `taken` tokens of its completion."""
+    """An llguidance matcher (the state of a constraint) that has consumed the first `taken` tokens of its completion."""
 
     state: Any
     taken: int = 0

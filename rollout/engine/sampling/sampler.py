@@ -68,7 +68,7 @@ class Sampled:
     top_logprobs: Tensor | None
     """[R, k] float32, the log-probs of `top_ids` in the distribution of `logprobs`; -inf if a filter removed it."""
     kept_ids: Tensor | None = None
-    """[K] int32, the tokens that could be drawn in rows that request them, row by row, ascending; None if no row does."""
+    """[K] int32, the ids that could be drawn, ascending in each row that requests them; None if no row requests them."""
     kept_counts: Tensor | None = None
     """[R] int64, the number of `kept_ids` of each row; None without `kept_ids`."""
 
@@ -219,7 +219,7 @@ def _sample(
 
 
 def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tensor, Tensor | None]:
-    """Return scores [R, V] with -inf for filtered tokens, and the same divided by the temperature (None if not wanted)."""
+    """Return scores [R, V] with -inf for filtered tokens. Also return them divided by temperature (None if unwanted)."""
     if not (rows.filters or wanted.scores):
         return scores, None
     scratch, tempered = rows.scratch, scores
@@ -231,7 +231,7 @@ def _filtered(scores: Tensor, rows: SamplingRows, wanted: _Wanted) -> tuple[Tens
     relative = _exponentials(torch.sub(tempered, peak, out=scratch.take("relative", scores)))
     kept = _kept(tempered, peak, relative, rows)
     assert kept is not None
-    # Filter only rows with a finite peak, so that a NaN stays in its row, where the caller finds it.
+    # Filter only rows with a finite peak, so that a NaN is not replaced by -inf and the caller can detect it.
     removed = kept.logical_not_().logical_and_(peak.isfinite())
     if wanted.scores:
         tempered = scratch.take("listed", scores).copy_(tempered).masked_fill_(removed, -torch.inf)

@@ -65,7 +65,7 @@ class LogitReader:
     def read(
         self, rows: Tensor, temperature: float | Tensor, tokens: Tensor, ids: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute E logits of given token ids, and W log-sum-exps of logits / temperature over the vocabulary.
+        """Compute E logits of given token ids, and W log-sum-exps, over the vocabulary, of logits divided by temperature.
 
         Args:
             rows: row of the head's input that predicts each of M tokens, int64 [M].
@@ -124,8 +124,8 @@ class LogitReader:
         """Run the forward pass, and read the numbers in `asked` from its logits.
 
         Returns:
-            The row of the head's output that the model received, the values read, and the model's logits for the row. The
-            logits are None if only the head ran.
+            The single row that the model received as the head's output, the numbers read, and the logits that the model
+            returned for this row. The logits are None if only the head ran.
         """
         head = self._model.get_output_embeddings()
         before, original, seen = vars(head).get("forward"), head.forward, []
@@ -209,18 +209,18 @@ class _Asked(NamedTuple):
     temperature: Tensor | None
     """The divisor of each state's logits, float64 [U]; None means 1."""
     owners: Tensor
-    """The state (an index below U) from which each of the E logits is read, int64 [E]."""
+    """The state (an index below U) from which each of the E requested logits is read, int64 [E]."""
     ids: Tensor
-    """The vocabulary id of each of the E logits, int64 [E]."""
+    """The vocabulary id of each of the E requested logits, int64 [E]."""
     sums: bool
-    """Whether to compute the log-sum-exp of each state's logits / temperature."""
+    """Whether to compute the log-sum-exp of each state's logits, which are first divided by the temperature."""
     entropy: bool
     """Whether to compute the entropy of each state."""
     top_k: int
     """The number of most likely tokens to read per state."""
 
     def inside(self, tile: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which of the E logits are inside a tile (indices below E), and their rows and columns in the tile."""
+        """Return the indices of the requested logits that are inside a tile, and their rows and columns in the tile."""
         row, column = self.owners - rows.start, self.ids - columns.start
         at = ((row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
         return at, row[at], column[at]
@@ -274,7 +274,7 @@ class _Lane(NamedTuple):
 
 
 class _Columns:
-    """The tiles of a linear head. Each tile covers all rows and some columns.
+    """The tiles (blocks) of a linear head's output. Each tile covers all rows and some columns.
 
     Iterating yields the rows, the columns and the head's output of each tile.
 
@@ -288,8 +288,8 @@ class _Columns:
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._weight, self._bias = parameters[0], parameters[1] if len(parameters) > 1 else None
         self._states = states.to(lane.autocast or self._weight.dtype)
-        # Accumulate only the states' gradient in a wide dtype: every tile adds to all states, but each column of a
-        # parameter is in only one tile.
+        # Accumulate only the states' gradient in a wide dtype: every tile adds to all states, but each vocabulary entry's
+        # weights and bias are in only one tile.
         self.gradients = [
             torch.zeros_like(each, dtype=each.dtype if index else _wide(each)) if wanted else None
             for index, (each, wanted) in enumerate(zip((states, *parameters), needed, strict=False))
@@ -322,7 +322,7 @@ class _Columns:
 
 
 class _Rows:
-    """The tiles of a head that is not linear. Each tile has some rows and all columns. For the arguments, see `_Columns`."""
+    """The tiles of the output of any other head: some rows and all columns. For the arguments, see `_Columns`."""
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)
@@ -409,7 +409,7 @@ class _Read(torch.autograd.Function):
                 owners=torch.cat([asked.owners, each]), ids=torch.cat([asked.ids, top_ids.flatten()])
             )
             of_single = torch.cat([of_single, of_top.flatten()])
-        # Skip the sums if they were not computed (every token has a kept set): their -inf would make the gradient NaN.
+        # Skip the sums if none were requested: they then have their initial value -inf, which would make the gradient NaN.
         by_sum, by_entropy = (
             asked.tempered(each.clone(), slice(None)) if each is not None and asked.sums else None
             for each in (of_sums, of_entropies)

@@ -25,7 +25,7 @@ class Packing:
     rows: Tensor
     """The index of each position of the batch among the P packed tokens, int64 [B, T]; -1 at padding."""
     starts: NDArray[np.int64]
-    """The index of each sequence's first packed token, followed by P, [R + 1]."""
+    """The index of each sequence's first packed token, and P as the last entry, [R + 1]."""
     positions: Tensor
     """The position of each packed token in its sequence, from 0, int64 [P]."""
 

@@ -86,7 +86,7 @@ class _Path:
 
 
 class _Extend(torch.autograd.Function):
-    """The autograd function that `_Path.extended` applies."""
+    """Appends keys and values to a path. The backward pass adds up the gradients of all keys and values of the path."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, path: _Path, start: int) -> tuple[Tensor, ...]:

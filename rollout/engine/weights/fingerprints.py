@@ -47,7 +47,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def plain_parts(name: str, tensor: Tensor) -> Iterator[Named]:
     """Yield the readable parts of a tensor: a plain tensor itself, or the tensors inside a wrapper subclass.
 
-    Quantised tensors, for example, are subclasses. An unreadable subclass yields a tensor of its id() and version counter.
+    Quantised tensors, for example, are subclasses. For a subclass that cannot be read, its id() and version are yielded.
     """
     wrapper: Any = tensor
     if type(tensor) in (Tensor, nn.Parameter):
@@ -92,7 +92,7 @@ class Fingerprints:
         self._taken: dict[_Kind, _Part] = {}
 
     def take(self) -> None:
-        """Replace the reference with a sample of the current tensors, with different elements of large tensors each time."""
+        """Replace the reference with a sample of the current tensors. Each call samples other elements of large tensors."""
         self._turn += 1
         self._taken = self._now()
 

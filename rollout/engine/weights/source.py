@@ -68,7 +68,7 @@ def refuse_sharded_since(weights: Weights) -> None:
         return
     model, split = weights.trained, weights.tensor_parallel_mesh is not None
     shards = [n for n, p in model.named_parameters() if hasattr(p, "ds_id") or (hasattr(p, "to_local") and not split)]
-    # Look for the attribute that both FSDP versions set: FSDP1's wrapper itself may be outside the model.
+    # Look for the attribute that FSDP1 and FSDP2 both set: FSDP1's wrapper may enclose the model and is then not found.
     shards += [n or "it" for n, m in model.named_modules() if getattr(m, "_is_fsdp_managed_module", False)]
     if shards:
         raise EngineStateError(

@@ -18,7 +18,7 @@ from torch import nn
 from rollout.errors import UnsupportedModelError
 
 _OTHERS = ("pp", "cp", "sp", "ep")
-"""The mesh dimensions besides tensor and data: pipeline, context, sequence, and experts outside the expert mesh."""
+"""The names of the mesh dimensions for pipeline, context, sequence and (outside the expert mesh) expert parallelism."""
 
 
 def expert_parallel_mesh(model: nn.Module) -> Any:

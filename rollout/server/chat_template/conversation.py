@@ -239,10 +239,10 @@ class Conversation:
             ) from exc
 
     def _encode_behind(self, text: str) -> list[int]:
-        """Return the token ids of a text that follows other text.
+        """Return the token ids of a string that follows other text.
 
-        Some tokenizers insert a space at the start of a text. A special token before the text prevents this; its id is
-        removed from the result.
+        Some tokenizers insert a space at the start of a string. A special token before the string prevents this. The id of
+        this token is removed from the result.
         """
         length = len(self._anchor_ids)
         together = self._reader.ids(self._anchor + text, "messages")

@@ -1,4 +1,4 @@
-"""A thread-safe tokenizer of prompts, which rejects a text that is too long without tokenising it."""
+"""A thread-safe tokenizer of prompts, which rejects a string that is too long without tokenising it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PromptTokenizer:
     Args:
         tokenizer: a private copy of a Hugging Face tokenizer. A trainer may change the original's padding and truncation.
         room: function that returns the current maximum length of a prompt, in tokens.
-        special: whether to add the tokenizer's special tokens around a text.
+        special: whether to add the tokenizer's special tokens around each string.
     """
 
     def __init__(self, tokenizer: Any, room: Callable[[], int], *, special: bool = True) -> None:
@@ -24,7 +24,7 @@ class PromptTokenizer:
         self._special = special
 
     def ids(self, text: str, field: str) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of `text`.
 
         Args:
             field: the request's field that contains the text, for the message of an `InvalidRequestError`.

@@ -49,7 +49,7 @@ class ReplyReader:
         self.called = False
 
     def push(self, text: str, *, ended: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Add the next piece of the reply; return the reasoning, content and calls that are final now.
+        """Add the next piece of the reply. Return the reasoning, content and calls that this piece made final.
 
         Args:
             ended: whether this is the last piece.
@@ -83,7 +83,7 @@ class ReasoningParser:
         self._fresh = True
 
     def push(self, text: str, *, ended: bool = False) -> tuple[str, str]:
-        """Add the next piece of the reply; return the (reasoning, content) that are final now."""
+        """Add the next piece of the reply. Return the (reasoning, content) that this piece made final."""
         self._buffer += text
         reasoning = ""
         if self._state == "start":
@@ -133,7 +133,7 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ToolCallParser:
-    """An incremental tool-call parser of one reply. Its states are methods, which return False when they need more text.
+    """An incremental parser for the tool calls in one reply. Each state is a method, which returns False to get more text.
 
     Text before, between and after calls is content. Only the formatting of calls is dropped: their markers, the white space
     before a call, and the white space between the last call and the end of the reply.
@@ -156,7 +156,7 @@ class ToolCallParser:
         self._calls: list[dict[str, Any]] = []
 
     def push(self, text: str, *, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """Add the next piece of the reply; return the content and the calls that are final now."""
+        """Add the next piece of the reply. Return the content and the calls that this piece made final."""
         self._buffer += text
         while self._state():
             pass
@@ -217,7 +217,7 @@ class ToolCallParser:
 
         Args:
             end: index in the buffer at which the calls end.
-            behind: index in the buffer after the closing text.
+            behind: index in the buffer of the first character after the closing text.
         """
         calls = self._read(self._buffer[self._block_start : end])
         if not calls:

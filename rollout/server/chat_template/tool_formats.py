@@ -33,9 +33,9 @@ class ToolFormat:
     closed: bool = False
     """Whether calls without the closing text after them are content, because truncated calls would look complete."""
     named: str
-    """The beginning of a forced call. NAME is replaced by the function's name as a JSON string, BARE by the plain name."""
+    """The beginning of a call forced by `tool_choice`. NAME is replaced by the function's name in JSON, BARE by the name."""
     ending: tuple[str, ...] = ()
-    """The texts that follow the arguments of a forced call, with optional white space before each."""
+    """The texts after the arguments of a call forced by `tool_choice`, with optional white space before each."""
     one_call_ends_at: str = ""
     """The stop string that ends a reply after its first call and occurs nowhere else; "" if there is none."""
     call: str | None = None
@@ -93,7 +93,7 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _json_calls(text: str) -> list[Call]:
-    """Return the calls in a text of JSON objects, or arrays of objects, separated by white space or `;`."""
+    """Return the calls in a string of JSON objects, or arrays of objects, separated by white space or `;`."""
     found: list[Any] = []
     while text := text.strip(" \t\n\r;"):
         value, end = _DECODER.raw_decode(text)

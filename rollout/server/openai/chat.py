@@ -79,7 +79,7 @@ def _prepared(serving: Serving, body: ChatRequest) -> ChatChoices:
 
 
 def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
-    """Return the request's stop strings. Without parallel calls, add the string that ends the first call."""
+    """Return the request's stop strings. If only one tool call is allowed, add the string that ends this call."""
     asked = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if body.parallel_tool_calls:
         return asked
@@ -88,7 +88,7 @@ def _stops(body: ChatRequest, conversation: Conversation) -> tuple[str, ...]:
 
 
 class ChatChoices:
-    """The choices of one chat reply. `texts` gives tokens' texts in log-probs; `reader` builds a parser per sample."""
+    """The choices of one chat reply. `texts` gives each token's text for log-probs; `reader` builds a parser per sample."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class Message(Body):
         ]
         | None
     ) = None
-    """Content of the message: a text or a list of parts."""
+    """Content of the message: a string or a list of parts."""
     name: str | None = None
     """Name of the participant, for chat templates that show it."""
     tool_call_id: str | None = None

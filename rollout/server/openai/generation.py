@@ -48,7 +48,7 @@ _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\]|\.\w+)*")
 
 
 def admit(serving: Serving, request: Request, body: RequestFields, prompts: int) -> None:
-    """Check a request's `model` and admit its samples. Raises the errors of `Serving.adapter_of` and `Serving.admit`."""
+    """Count a request's samples as open. Raise an error if its `model` is unknown or its samples cannot be admitted."""
     serving.adapter_of(body.model)
     serving.admit(request, prompts * body.samples)
 
@@ -84,7 +84,7 @@ def work_of(body: SamplingFields, size: int) -> int:
 
 
 def listed(serving: Serving, options: SamplingFields, prompt_tokens: int) -> int | None:
-    """Return how many most likely tokens to list per prompt position. Raises the errors of `listed_per_position`."""
+    """Return how many most likely tokens to list per prompt position; raise `ApiError` 400 if the total is too large."""
     return listed_per_position(options.prompt_logprobs, serving.llm.controller.layout.vocab_size, prompt_tokens)
 
 
@@ -130,7 +130,7 @@ class Dialect(Protocol):
         """Return the chunks for a sample's new tokens, `delta`, each as (choice, the chunk's fields next to its choices)."""
 
     def beside(self, sample: DynamicInferenceRequest) -> dict[str, Any]:
-        """Return the prompt's fields that a whole reply has next to its choices. A field is null unless requested."""
+        """Return the fields about a prompt that a whole reply has next to its choices; null if not requested."""
 
 
 @dataclass(frozen=True, slots=True)

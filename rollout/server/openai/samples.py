@@ -116,7 +116,7 @@ def staleness(delta: TextDelta, policy_version: int) -> list[int]:
 
 
 def routed_experts(delta: TextDelta) -> dict[str, Any]:
-    """Return the field `routed_experts`, little-endian integers in base64 with shape and dtype; empty if not recorded."""
+    """Return the field with the experts that each token was routed to (little-endian, in base64); empty if not recorded."""
     routes = delta.routed_experts
     if routes is None:
         return {}
@@ -126,7 +126,7 @@ def routed_experts(delta: TextDelta) -> dict[str, Any]:
 
 
 def sampling_mask(delta: TextDelta) -> dict[str, Any]:
-    """Return the field `sampling_mask`, the ids that each token was drawn from; empty unless requested."""
+    """Return the field `sampling_mask`, the token ids from which each token was drawn; empty unless requested."""
     return {} if delta.kept_tokens is None else {"sampling_mask": delta.kept_tokens}
 
 

@@ -230,7 +230,7 @@ class CompletionRequest(SamplingBody):
         ],
         Discriminator(_kind_of_prompt),
     ]
-    """One text, several texts, the token ids of one prompt, or the token ids of several prompts."""
+    """One string, several strings, the token ids of one prompt, or the token ids of several prompts."""
 
     logprobs: int | None = Field(None, ge=0, le=20)
     """Return the log-prob of every sampled token, and of this many most likely tokens per position (0: no other tokens)."""

@@ -73,7 +73,7 @@ class GenerateRequest(RequestFields):
 
 
 class TokenizeRequest(TemplateFields):
-    """The body of `POST /tokenize`, which contains either a text or a conversation."""
+    """The body of `POST /tokenize`, which contains either a string or a conversation."""
 
     model: str | None = None
     """Name of the served model or of an adapter."""
@@ -82,7 +82,7 @@ class TokenizeRequest(TemplateFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Conversation to tokenise, oldest message first. It and the options of the chat template work as in a chat request."""
     add_special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens around a text. A chat template adds its own."""
+    """Whether the tokenizer adds its special tokens around `prompt`. A chat template adds its own."""
     return_token_strs: bool = False
     """Whether to include `token_strs`, the tokens' strings in the vocabulary, in the reply."""
 
@@ -122,7 +122,7 @@ def add_token_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/tokenize", tags=["tokens"], openapi_extra=documented_body(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, Any]:
-        """Tokenise a text, or a conversation as a chat request renders it.
+        """Tokenise a string, or a conversation as a chat request renders it.
 
         The reply has `tokens`, their `count`, `token_strs`, and `max_model_len`, the maximum of prompt + completion."""
         body = await body_of(serving, request, TokenizeRequest)
