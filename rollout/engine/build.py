@@ -63,7 +63,7 @@ CUDA_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, eq=False)
 class EngineBase:
-    """The parts of an engine that `rebuild` keeps; `DynamicInferenceEngine` documents them."""
+    """The parts of an engine that are kept when it is rebuilt for a changed model; see `DynamicInferenceEngine`."""
 
     config: InferenceConfig
     guard: WeightsGuard
@@ -90,7 +90,7 @@ class EngineBase:
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """The parts of one engine that depend on its model, and that `rebuild` replaces."""
+    """The parts of an engine that depend on its model, and are replaced when the engine is rebuilt."""
 
     config: InferenceConfig
     max_sequence_length: int

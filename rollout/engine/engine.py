@@ -204,7 +204,7 @@ class DynamicInferenceEngine:
         """Return finished records that no step has returned, such as records aborted or found too stale between steps.
 
         Args:
-            keys: a predicate on (request_id, sample_index). Rejected records are returned by the next step.
+            keys: a predicate on (request_id, sample_index). Records for which it is False are returned by the next step.
         """
         with self.lifecycle.lock:
             return self.parts.ledger.take(keys)

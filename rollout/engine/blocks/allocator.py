@@ -104,7 +104,7 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Return whether a block with this hash is in the prefix index or in host memory; its tokens may differ."""
+        """Return whether a block with this hash is cached on the device or on the host. Do not compare tokens."""
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:
@@ -239,7 +239,7 @@ class BlockAllocator:
             self._give_back(block)
 
     def unregister(self, blocks: IntArray) -> None:
-        """Remove held `blocks`, and all blocks that continue their chains, from the index.
+        """Remove held `blocks`, and all blocks that follow them in cached prefixes, from the index.
 
         Call this if the blocks must not be shared, for example because their KV may contain NaN.
         """

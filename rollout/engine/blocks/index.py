@@ -165,7 +165,7 @@ class PrefixIndex:
         self.changes.remove(block_hash)
 
     def behind(self, block: int) -> list[int]:
-        """Return the registered blocks whose chains continue the chain of `block`. Parents precede their children."""
+        """Return the registered blocks that follow `block` in any cached prefix. Parents precede their children."""
         found = [block]
         for each in found:
             found += np.flatnonzero(self.registered & (self._parent == each)).tolist()

@@ -118,7 +118,7 @@ class CudaDevice:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Return whether the graph's capture is complete. If so, the graph cleans up itself, even if instantiating it failed."""
+    """Return whether the graph's capture is complete. If so, it cleans up after itself, even if instantiating it failed."""
     try:
         graph.pool()
     except RuntimeError:

@@ -152,7 +152,7 @@ class Arena:
         weakref.finalize(self, _free_all, memory, self._ranges).atexit = False
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Allocate a tensor of zeros per size (in elements). A tensor keeps its old address unless it outgrows its range.
+        """Allocate a tensor of zeros per size (in elements). A tensor's address changes only if it outgrows its range.
 
         Raises:
             torch.OutOfMemoryError: the device lacks the memory; no memory is mapped.

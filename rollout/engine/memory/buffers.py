@@ -52,7 +52,7 @@ class Scratch:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised tensor with the shape of `scores` (two dimensions), in the buffer called `name`.
+        """Return an uninitialised tensor with the shape of `scores` (two-dimensional), in the buffer called `name`.
 
         All calls with the same name must use the same dtype.
         """

@@ -43,7 +43,7 @@ class RouteShape:
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Return the size in bytes of the routes of `block_size` tokens, rounded up to a multiple of the size of `dtype`."""
+        """Return how many bytes `block_size` tokens' expert routes take, rounded up to a multiple of `dtype`'s size."""
         used = block_size * self.num_layers * self.top_k * self.dtype.itemsize
         return -(-used // dtype.itemsize) * dtype.itemsize
 
@@ -142,7 +142,7 @@ class KVCache(BlockPool):
         return read
 
     def _routes(self, part: Tensor) -> Tensor:
-        """Return a view [N, block_size, layers, k] of `part`, a tensor [N, width] that holds the routes of N blocks."""
+        """Return a view [N, block_size, layers, k] of `part`, a tensor [N, width] with the expert routes of N blocks."""
         assert self.routes is not None
         shape = (self.block_size, self.routes.num_layers, self.routes.top_k)
         return part.view(self.routes.dtype)[:, : math.prod(shape)].view(-1, *shape)

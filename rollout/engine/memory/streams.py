@@ -40,7 +40,7 @@ class StreamOrder:
             self._marks.append(self.stream().record_event())
 
     def follow(self) -> None:
-        """Make the current stream wait for work recorded by `mark` since the last call. The engine calls this per step."""
+        """Make the current stream wait for the work that `mark` recorded since the last call. Every step calls this."""
         if self._device.type == "cuda":
             _used.add(torch.cuda.current_stream(self._device))
         for mark in self._marks:

@@ -46,7 +46,7 @@ class Lifecycle:
             self.on_move()
 
     def signal(self, signal: ControlSignal, act: Callable[[], T]) -> T | None:
-        """Call `act` in the intermediate state of `signal`, then move to its target state. If `act` raises, move back.
+        """Move to the intermediate state of `signal`, call `act`, then move to the target state. If `act` raises, move back.
 
         Returns:
             The result of `act`, or None without calling `act` if the signal has no effect in the current state.

@@ -48,7 +48,7 @@ class Peers:
         return value if self.group is None else self.group.least(value)
 
     def all_hold(self, holds: bool) -> bool:
-        """Return whether `holds` is True on all ranks of `everyone`. All of these ranks must call this method."""
+        """Return whether `holds` is True on this rank and all that compute together with it. All must call this method."""
         return holds if self.everyone is None else self.everyone.least(int(holds)) == 1
 
     def refuse_alone(self) -> None:

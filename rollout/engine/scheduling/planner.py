@@ -27,8 +27,8 @@ class StepPlanner:
     """Plans the steps of one scheduler: which sequences decode, prefill or are admitted.
 
     Attributes:
-        admitting: the leader that `plan` is admitting, or None. It stays set if admitting the leader raises an exception.
-        deferred: the leaders that the last `plan` skipped, because another sequence is computing a block that they need.
+        admitting: the leader of the group that `plan` is admitting, or None. It stays set if this raises an exception.
+        deferred: leaders of groups that the last `plan` skipped, because another sequence is computing a block they need.
     """
 
     def __init__(self, config: InferenceConfig, queues: Queues, preemption: Preemption) -> None:

@@ -103,7 +103,7 @@ class Queues:
         return self._decode_rows
 
     def queue_of(self, sequence: Sequence) -> list[Sequence]:
-        """Return the queue for a sequence without a row: `waiting`, or `parked` if its variant is not the current one."""
+        """Return the queue for a sequence without a row: `waiting`, or `parked` if its adapters are not the active ones."""
         return self.waiting if sequence.variant == self.variant else self.parked
 
     # --- changes of queue ---------------------------------------------------------------------------------------

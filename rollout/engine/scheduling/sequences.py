@@ -44,7 +44,7 @@ NO_TOKEN = -1
 IntArray = NDArray[np.int32]
 
 ReadRoutes = Callable[[IntArray, int, int], NDArray[np.integer[Any]]]
-"""A function that reads a sequence's expert routes: (pages of the sequence, start, stop) → [stop - start, layers, k]."""
+"""A function that reads tokens' expert routes: (pages of a sequence, start, stop) → expert ids [stop - start, layers, k]."""
 _one_run = lru_cache(maxsize=64)(VersionSpans.of_run)
 """A caching `VersionSpans.of_run`. Several deltas can share a cached result, because a delta's spans never change."""
 
@@ -82,7 +82,7 @@ class PromptImages:
 
     @property
     def longest_whole(self) -> int:
-        """The number of tokens in the longest run of `whole`, all of which one step must compute."""
+        """The length of the longest run in `whole`. A single step must compute all positions of a run."""
         return max((stop - start for start, stop in self.whole), default=0)
 
     def keyed(self, tokens: list[int]) -> IntArray:
@@ -94,7 +94,7 @@ class PromptImages:
     def fitting(self, start: int, count: int) -> int:
         """Return the length of the longest chunk from `start`, up to `count`, that does not end inside a run of `whole`.
 
-        Return 0 if `start` is in a run that is not complete after `count` positions.
+        Return 0 if `start` is in a run that is not complete after `count` positions: a single step must compute all of it.
         """
         for first, stop in self.whole:
             if first < start + count < stop:
@@ -112,7 +112,7 @@ class PromptImages:
     def seen(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the last position that each position from `start` to `stop` - 1 attends to, as an array [stop - start].
 
-        This is the position itself or, inside a run of `whole`, the last position of the run.
+        This is the position itself or, in a run of `whole` (positions that attend to each other), the run's last position.
         """
         last = np.arange(start, stop, dtype=np.int64)
         for first, end in self.whole:
@@ -189,7 +189,7 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters of the live segment."""
+        """The sampling parameters of the record's last segment."""
         return self.request.sampling_params
 
     @property
