@@ -144,7 +144,7 @@ static inline void weigh(const C* weights, const T* const* values, int64_t colum
         typename Units<C>::Operand v[2 * N], both[2];
         each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE {
             const int64_t real = CUT && n == N - 1 ? columns - n * ACROSS : ACROSS;
-            Across<T>::take(values[s] + column + n * ACROSS, values[s + DEEP - 1] - values[s], DEEP, real, both);
+            Across<T>::take(values[s] + column + n * ACROSS, values[s + DEEP - 1] + column + n * ACROSS, real, both);
             v[2 * n] = both[0], v[2 * n + 1] = both[1];
         });
         add_products<M, 2 * N, C>(sum, weights + s, Rows<T>::STRIDE, v);

@@ -29,7 +29,7 @@ template <typename T>
 struct Across {
     static constexpr int64_t TOGETHER = 1;
     typedef vec Operand;
-    static inline void take(const T* b, int64_t, int64_t, int64_t columns, Operand (&out)[2]) {
+    static inline void take(const T* b, const T*, int64_t columns, Operand (&out)[2]) {
         out[0] = columns < LANES ? load_first(b, columns) : load(b);
         out[1] = columns == ACROSS ? load(b + LANES) : load_first(b + LANES, std::max<int64_t>(0, columns - LANES));
     }
@@ -42,10 +42,11 @@ template <>
 struct Across<bf16> {
     static constexpr int64_t TOGETHER = 2;
     typedef __m512bh Operand;
-    static inline void take(const bf16* b, int64_t stride, int64_t rows, int64_t columns, Operand (&out)[2]) {
+    // below: the next row; null: none
+    static inline void take(const bf16* b, const bf16* below, int64_t columns, Operand (&out)[2]) {
         const __mmask32 real = static_cast<__mmask32>((1ull << columns) - 1);
         const __m512i x = _mm512_maskz_loadu_epi16(real, b);
-        const __m512i y = rows == 2 ? _mm512_maskz_loadu_epi16(real, b + stride) : _mm512_setzero_si512();
+        const __m512i y = below ? _mm512_maskz_loadu_epi16(real, below) : _mm512_setzero_si512();
         out[0] = (__m512bh)_mm512_unpacklo_epi16(x, y);
         out[1] = (__m512bh)_mm512_unpackhi_epi16(x, y);
     }
@@ -117,8 +118,10 @@ static void product_across(const T* a, int64_t first, int64_t count, const T* b,
         for (int64_t panel = 0; panel < panels; panel++) {
             const int64_t n = begin + panel * ACROSS, columns = std::min(ACROSS, end - n);
             float* sums = all + panel * count * ACROSS;
-            for (int64_t i = 0; i < deep; i += A::TOGETHER)
-                A::take(b + (k + i) * stride + n, stride, std::min(A::TOGETHER, deep - i), columns, block[i / A::TOGETHER]);
+            for (int64_t i = 0; i < deep; i += A::TOGETHER) {
+                const T* row = b + (k + i) * stride + n;
+                A::take(row, i + 1 < deep ? row + stride : nullptr, columns, block[i / A::TOGETHER]);
+            }
             int64_t row = 0;
             const auto each = [&](auto m) {
                 constexpr int M = decltype(m)::value;
