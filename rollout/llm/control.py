@@ -146,8 +146,8 @@ class LLMControl:
     def weights_updated(self, version: int | None = None) -> int:
         """Announce changed weights; return the new policy version: `version`, or the current version + 1 if None.
 
-        Call it on every rank. It also resumes the steps that `before_optimizer_step` stopped; the optimizer hook calls
-        both methods. A `version` below the current version raises `ConfigError`.
+        Call it on every rank. It also resumes the steps that `before_optimizer_step` stopped. The hook that
+        `trainer_hooks.optimizer.attach` installs calls both methods. A `version` below the current one raises `ConfigError`.
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:

@@ -311,7 +311,7 @@ class EngineLoop:
 
 
 class FollowerLoop(EngineLoop):
-    """The loop on all but a tensor-parallel group's first rank. It repeats that rank's steps, and takes no requests."""
+    """The loop on every rank of a tensor-parallel group but the first. It repeats the first rank's steps."""
 
     is_primary = False
 

@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class JobLLM(LLMRequests):
-    """An `LLM` in front of all ranks of a training job, next to the training loop.
+    """An interface like `LLM` whose requests are computed by all ranks of a running training job.
 
     Requests are computed while the ranks are in `generate`, `as_completed` or `run`, and wait otherwise. They stay open
     across weight updates: every token has its policy version. The training loop never waits for these requests, and its
@@ -48,7 +48,7 @@ class JobLLM(LLMRequests):
         super().__init__(manager.engine, loop, JobRequests(manager.engine, loop, self._client))
 
     def serve(self, config: ServerConfig | None = None, *, blocking: bool = False) -> Server:
-        """Serve like `LLM.serve`, in front of all ranks. By default the call returns at once, so training continues.
+        """Serve like `LLM.serve`, but on all ranks' engines. By default the call returns at once, so training continues.
 
         Raises:
             ConfigError: `ServerConfig.admin` is True, although only the training loop may control weights and engines.

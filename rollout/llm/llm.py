@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM(LLMRequests):
-    """Generation for asyncio code, from any event loop. Construct it like `LLM`. No method blocks the caller's loop."""
+    """An `LLM` for asyncio code on any event loop, with the same arguments. No method blocks the caller's loop."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class AsyncLLM(LLMRequests):
 
     @property
     def blocking(self) -> LLMControl:
-        """The control calls for code that cannot await, such as the optimizer hook from `attach(optimizer, llm)`."""
+        """The control calls as blocking methods, for code that cannot await, such as a hook around `optimizer.step`."""
         return self._control
 
     @property
@@ -268,7 +268,7 @@ class AsyncLLM(LLMRequests):
 
 
 class LLM:
-    """Generation for blocking code, even inside a running event loop such as Jupyter's. It wraps an `AsyncLLM`.
+    """A blocking interface to generation, usable even inside a running event loop such as Jupyter's. It wraps an `AsyncLLM`.
 
     Args:
         model: a Hugging Face causal language model, which is sampled in place, or a folder from which to load one.

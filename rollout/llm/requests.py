@@ -44,10 +44,10 @@ class Service(Protocol):
 
     @property
     def open_group(self) -> Callable[..., None]:
-        """A function (number, tokens, params, listener, **options) that submits a group on behalf of `listener`."""
+        """A function (number, tokens, params, listener, **options) that submits a group; `listener` receives the result."""
 
     def abort(self, numbers: Iterable[int] | None = None) -> Future[int]:
-        """Abort the groups with these numbers, or all groups if None; the result is the number of groups that were open."""
+        """Abort the groups with these numbers, or all if None. The future's result is the number of aborted groups."""
 
 
 class LLMRequests:

@@ -170,7 +170,7 @@ class InferenceClient:
     def add_request_streaming(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestStream:
-        """Submit a group; stream a delta every `interval` tokens (default: 1). Raises the same errors as `add_request`."""
+        """Submit a group; stream its tokens `interval` at a time (default: 1). Raises the same errors as `add_request`."""
         options.setdefault("interval", 1)
         group = self.open_group(prompt, sampling_params, wanted=None, **options)
         stream = RequestStream(self._future(group), GroupText(group.params, None), self._readers)

@@ -195,7 +195,7 @@ class Readers:
         self._due: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def wake(self, sleeper: Sleeper) -> None:
-        """Wake a reader (its loop and future): now if the loop runs on this thread, otherwise at the next `flush`."""
+        """Wake a reader, given as (loop, future): now if the loop runs on this thread, otherwise at the next `flush`."""
         if asyncio._get_running_loop() is sleeper[0]:
             _wake_all([sleeper[1]])
             return

@@ -50,7 +50,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     """The group's priority. Groups with a higher priority run first. Default: 0."""
     timeout_s: float | None
-    """The number of seconds after which the group fails. Default: None, so no deadline while any rank is connected."""
+    """The number of seconds after which the group fails. Default: None, for no deadline while any rank is connected."""
     interval: int
     """The number of tokens per sample between two reports. If 0, the coordinator's configured interval applies.
     Default: 0, but 1 for streams."""

@@ -141,7 +141,7 @@ def launch_coordinator(
 
 
 def _environment() -> dict[str, str]:
-    """Return the child's environment: the launcher's, plus this package's path and single-threaded numeric libraries."""
+    """Return the launcher's environment, changed so that a child finds this package and runs numeric code on one thread."""
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return os.environ | single | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}

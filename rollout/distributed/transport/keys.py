@@ -76,7 +76,7 @@ class JobKeys:
             raise SerializationError(str(exc)) from exc
 
     def secure_server(self, socket: Socket) -> None:
-        """Configure a socket as CURVE server before it binds. A `Gatekeeper` in its ZMQ context must admit peers."""
+        """Configure a socket as a CURVE server before it binds. A `Gatekeeper` in its ZMQ context must admit peers."""
         if self.server_secret is None:
             raise ConfigError(
                 "JobKeys.server_secret=None: a server needs it; give the coordinator the keys as they were "
@@ -88,14 +88,14 @@ class JobKeys:
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: Socket) -> None:
-        """Configure a socket as CURVE client before it connects."""
+        """Configure a socket as a CURVE client before it connects."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey = self.client_public
         socket.curve_secretkey = self.client_secret
 
 
 class Gatekeeper:
-    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. A context has at most one handler.
+    """A ZAP handler (ZMQ RFC 27) that admits only connections with the job's client key. A ZMQ context has at most one.
 
     The owner polls `socket`, and calls `answer` when the socket is readable.
     """

@@ -113,7 +113,7 @@ class ControlPlane:
         self._settle(message.command_id)
 
     def lost(self, identity: bytes) -> None:
-        """Handle the loss of a peer: stop waiting for an engine's answers; drop a client's calls, except a STOP."""
+        """Handle the loss of a peer. Do not wait for an engine's answers any more; drop a client's calls, except STOP."""
         for command_id, call in list(self._calls.items()):
             if call.client == identity and call.signal != ControlSignal.STOP:
                 del self._calls[command_id]

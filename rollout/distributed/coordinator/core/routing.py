@@ -75,8 +75,8 @@ class _Rank:
         return len(hashes)
 
     def use(self, hashes: Iterable[int], *, limit: int | None) -> None:
-        """Mark those `hashes` that are listed as recently used. With a `limit`, also list the rest, and drop the least
-        recently used hashes beyond the limit."""
+        """Mark those of the `hashes` that are already listed as recently used. With a `limit`, also add the others to
+        the list. Then drop the least recently used hashes until the list has at most `limit` entries."""
         # Refresh from the last block to the first: the last block is then evicted first, and a shorter prefix still matches.
         for each in reversed(tuple(hashes)):
             if limit is not None:
@@ -92,8 +92,8 @@ class Router:
 
     Args:
         policy: LONGEST_PREFIX scores all blocks of the prompt, FIRST_PREFIX_BLOCK only the first block. If there are no
-            hashes, both choose the rank with the largest share of free slots. LOAD_BALANCED always chooses that rank, the
-            lowest name if there are several. ROUND_ROBIN chooses the next rank by name. The last two policies use no hashes.
+            hashes, both choose the rank with the largest share of free slots. LOAD_BALANCED always chooses such a
+            rank, the lowest name if there are several. ROUND_ROBIN chooses the next rank by name. These two use no hashes.
         alpha: weight α of the cached prefix in the score, in [0, 1].
         max_hashes_per_rank: maximum number of listed hashes per rank.
         deterministic: whether decisions depend only on the sorted names of the ranks and on the order of the calls of
