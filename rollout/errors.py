@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 
 def warn_caller(message: str, through: tuple[str, ...] = ()) -> None:
-    """Issue a `UserWarning` that points to the nearest calling line outside this package and the packages `through`."""
+    """Issue a `UserWarning` that points to the nearest calling line outside this package and the packages in `through`."""
     frame, level, inside = sys._getframe(1), 2, {*_OURS, *through}
     while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in inside:
         frame, level = above, level + 1

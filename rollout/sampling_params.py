@@ -31,7 +31,7 @@ MAX_KEPT_TOKENS = 4096
 MAX_SALT = 1024
 """The maximum number of characters of a `cache_salt`."""
 _SEPARATOR = "\0" * (MAX_SALT + 1)
-"""The separator of adapter and salt in a `prefix_share`. No salt contains it, because it is longer than any salt."""
+"""The separator between adapter and salt in a `prefix_share`. No salt contains it, because it is longer than any salt."""
 
 LOGPROBS_MODES = ("processed", "raw", "tempered")
 """The allowed values of `logprobs_mode`."""
@@ -454,7 +454,7 @@ class SamplingParams(NamedOptions):
 
 
 def prefix_share(cache_salt: str | None, adapter: str | None) -> str | None:
-    """Return `SamplingParams.prefix_share` for a salt and an adapter name."""
+    """Return the key for sharing cached KV (`SamplingParams.prefix_share`) for a salt and an adapter name."""
     if adapter is None:
         return cache_salt
     return f"{adapter}{_SEPARATOR}{cache_salt or ''}"
@@ -468,11 +468,11 @@ def _defaults(role: str) -> dict[str, Any]:
 
 
 FILTERS = _defaults(FILTER)
-"""Dict from each option that restricts the tokens that can be drawn to the value that turns it off."""
+"""The options that restrict which tokens can be drawn, each with the value that turns it off."""
 PENALTIES = _defaults(PENALTY)
-"""Dict from each option that penalizes tokens of the sequence to the value that turns it off."""
+"""The options that penalise tokens of the sequence, each with the value that turns it off."""
 SHAPING = FILTERS | PENALTIES | {"logit_bias": None, "min_tokens": 0, "structured": None}
-"""Dict from each option by which sampling can differ from softmax(logits / temperature) to the value that turns it off."""
+"""The options by which sampling can differ from softmax(logits / temperature), each with the value that turns it off."""
 MIRRORED = [
     (name, option["stored"] or option["host"], option["stored"] is not None)
     for name, option in _OPTIONS
@@ -491,7 +491,7 @@ def warn_of_equal_samples(params: SamplingParams, n: int) -> None:
 
 
 def one_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Return `count` parameters, one per prompt. `given` is one object for all prompts, one per prompt, or None (defaults).
+    """Return one object for each of `count` prompts. `given` is one for all prompts, one per prompt, or None (defaults).
 
     Raises:
         ConfigError: `given` is a sequence whose length is not `count`.

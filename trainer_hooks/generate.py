@@ -362,7 +362,7 @@ class _Changes:
 
 
 def _wrap(of_class: Any) -> None:
-    """Wrap a model class's generation loops to call the hook of a module that has one. Do nothing if already wrapped."""
+    """Wrap a model class's generation loops, so that modules with a hook call it. Do nothing if already wrapped."""
     if hasattr(of_class._sample, "serves"):
         return
     own_sample = of_class._sample
@@ -405,7 +405,7 @@ def _wrap(of_class: Any) -> None:
 
 
 def _counted(loop: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Wrap an unsupported generation loop to report each call, with `reason`, to the hook of a module that has one."""
+    """Wrap an unsupported generation loop: if the module has a hook, each call is reported to it with `reason`."""
 
     @wraps(loop)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:

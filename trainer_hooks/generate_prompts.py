@@ -79,7 +79,7 @@ def rows_of(model: nn.Module, input_ids: Tensor, given: Mapping[str, Any], copie
         copies: number of adjacent rows that `generate` made from each prompt (`num_return_sequences`).
 
     Raises:
-        NotServed: some padding is not on the left, the caller passed position ids, or images cannot be split into rows.
+        NotServed: some padding is not on the left, the caller's position ids differ, or images cannot be split into rows.
     """
     mask = given.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()

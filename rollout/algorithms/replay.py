@@ -187,7 +187,7 @@ def _occurrences(
 ) -> tuple[Tensor, Tensor]:
     """Return, for each entry (a row, a column and a token id in `members`), how often the id occurs in the completion before
     that column, and whether it occurs anywhere in the row before that column."""
-    # Add 2 to the largest id: with 1 more, padding (id -1) would look like the largest id in the previous row.
+    # Use the largest id + 2 as vocabulary size: with + 1, padding (id -1) would look like the previous row's largest id.
     width, vocabulary = input_ids.shape[1], max(int(each.max()) for each in (input_ids, members) if len(each)) + 2
     row = torch.arange(len(input_ids), device=input_ids.device)[:, None]
     every = (
@@ -209,7 +209,7 @@ def _of_each_row(biases: Biases, count: int) -> list[Mapping[int, float]]:
 def _biases(biases: Sequence[Mapping[int, float]], rows: Tensor, members: Tensor, like: Tensor) -> Tensor:
     """Return the bias [S'] that row `rows[i]` adds to the logit of token id `members[i]`; 0 without a bias."""
     pairs = sorted((row, token, value) for row, own in enumerate(biases) for token, value in own.items())
-    # Use a span of 2**32, which covers every token id of a bias and of a kept set.
+    # Use a span of 2**32, which is larger than every token id.
     span = 1 << 32
     keys = torch.tensor([row * span + token for row, token, _ in pairs], device=members.device)
     values = like.new_tensor([value for *_, value in pairs])

@@ -137,7 +137,7 @@ class CompletionText:
         return self._stop
 
     def text(self) -> str:
-        """Return the text as if the completion ended now, cut before the stop string, or after it if configured so.
+        """Return the text as if the completion ended now. It is cut before the stop string, or after it if configured so.
 
         Incomplete bytes appear as the tokenizer decodes them.
         """

@@ -114,7 +114,7 @@ def processed_prompt(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Convert named values to tensors without autograd graph; raise `InvalidRequestError` if this is not possible."""
+    """Convert named values to tensors without an autograd graph; raise `InvalidRequestError` if this is not possible."""
     import torch
 
     tensors = {}

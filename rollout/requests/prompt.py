@@ -19,8 +19,8 @@ def unpadded(prompts: Any, *owners: Any, name: str = "prompts", single: bool = F
 
     If a mapping has several rows of `input_ids`, positions that `attention_mask` masks are removed. A 2-D array has no mask,
     so a row that begins or ends with the padding token raises an error. Lists of equal length only cause a warning. There is
-    an exception if the padding token is also the bos or eos token and every row has exactly one at the same end. It then
-    counts as a token, because the longest row of a padded batch would have no padding.
+    an exception if the padding token is also the bos or eos token and every row has exactly one at the same end. That token
+    then counts as part of the prompt, because the longest row of a padded batch would have no padding.
 
     Args:
         owners: the tokenizer and the model's configurations, which define the padding, bos and eos tokens.

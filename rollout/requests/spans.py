@@ -94,7 +94,7 @@ class VersionSpans:
         return self._versions[bisect_right(self._ends, position)]
 
     def window(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the (version, count) runs of positions `start` … `stop` - 1, without positions that are not covered."""
+        """Return the (version, count) runs of positions `start` … `stop` - 1. Positions after the last run are left out."""
         runs = []
         at = max(0, start)
         for index in range(bisect_right(self._ends, at), len(self._ends)):

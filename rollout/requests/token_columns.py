@@ -59,7 +59,7 @@ class KeptTokens:
     @overload
     def __getitem__(self, index: slice) -> KeptTokens: ...
     def __getitem__(self, index: int | slice) -> IntArray | KeptTokens:
-        """Return the ids of one token, or the sets of a slice."""
+        """Return the ids in one token's set, or the sets of a slice of tokens."""
         ends = np.cumsum(self.counts)
         if not isinstance(index, slice):
             at = range(len(self))[index]

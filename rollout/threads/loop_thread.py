@@ -74,7 +74,7 @@ class LoopThread:
             self._refuse(what)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop from any thread; return its future, which closing the loop cancels."""
+        """Start a coroutine on the loop from any thread. Return its future; closing the loop cancels it."""
         with self._handing_over:
             if self._closed:
                 coroutine.close()
