@@ -55,10 +55,10 @@ class Backend(Protocol):
         """
 
     def step(self) -> list[DynamicInferenceRequest]:
-        """Run at most one engine step; return the finished samples, each with its segments merged into one request."""
+        """Run at most one engine step; return the finished samples. The parts of an interrupted sample are merged."""
 
     def take_ended(self) -> list[DynamicInferenceRequest]:
-        """Return the samples that finished outside of a step, each with its segments merged into one request."""
+        """Return the samples that finished outside of a step. The parts of an interrupted sample are merged."""
 
     def staleness(self) -> Iterable[tuple[int, int]] | None:
         """Return (group id, updates since the group's oldest token was sampled) for groups with unfinished samples.
@@ -91,7 +91,7 @@ class Backend(Protocol):
         return
 
     def local_samples(self, samples_missing: int) -> int:
-        """Return the number of unfinished samples in this rank's engine; this manager itself waits for `samples_missing`."""
+        """Return how many unfinished samples this rank's engine has; this manager's groups have `samples_missing`."""
         return samples_missing
 
     def barrier(self, what: str) -> None:

@@ -79,7 +79,7 @@ def save(rounds: Rounds, updates_per_round: int) -> dict[str, Any]:
 
 
 def load(state: Any, rounds: Rounds) -> int:
-    """Restore the result of `save` while nothing is in flight. If it raises, nothing is in flight afterwards.
+    """Restore a state that `save` returned. No group may be in flight before the call, and none is if it raises.
 
     Returns:
         The saved number of weight updates per round, see `StalenessPacer`.

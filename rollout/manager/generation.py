@@ -135,14 +135,14 @@ class Generation:
         weights are gathered once all ranks have called `generate`. Calls from several threads run one after another.
 
         Args:
-            prompts: a list of texts, token id sequences, lists of chat messages, or processor results (one prompt with
+            prompts: a list of strings, token id sequences, lists of chat messages, or processor results (one prompt with
                 images each). The output of one tokenizer call also works: its padding is removed by `attention_mask`.
             sampling_params: parameters for all prompts, or one `SamplingParams` per prompt; `n` samples per prompt.
             min_groups: number of groups (a prompt with its samples) that must have finished, including groups of earlier
                 calls. Unfinished groups stay in flight and continue in the next call, under the new weights. With
                 `max_staleness`, `generate` also waits for groups that would be too old after the next updates. If None, it
                 returns exactly the groups of these prompts.
-            metadata: one msgpack-able object per prompt, returned in `batch.metadata`.
+            metadata: one object per prompt that msgpack can serialise, returned in `batch.metadata`.
             on_error: with `raise`, a failed sample raises `RolloutFailedError`, which has the whole batch. With `mask`, a
                 failed sample's row is masked, and `batch.errors` has the error.
             progress: whether to show a progress bar. None shows it only on a terminal, after two seconds.
@@ -160,7 +160,7 @@ class Generation:
             EngineDeadError: too many steps in a row have failed.
             DeadlineError: `timeout_s` has passed, or another rank is missing; the message names the rank.
             ConnectionLostError: the coordinator was lost and was not replaced within `control_timeout_s`.
-            JournalError: a finished group cannot be written; the group stays in flight, and the next call tries again.
+            JournalError: a finished group cannot be written to the journal. It stays in flight; the next call tries again.
             RolloutFailedError: see `on_error`.
             KeyboardInterrupt: Ctrl-C was pressed. It is raised after the current step, and this call's prompts are aborted.
         """

@@ -153,14 +153,14 @@ class GroupJournal:
         if self._journal is None:
             return ""
         mark = self._journal.checkpoint(version)
-        # Forget groups whose write failed (a full disk): each is in the checkpoint, or was already returned to the caller.
+        # Forget groups whose write failed: every such group is in the checkpoint or was already returned to the caller.
         self._unwritten.clear()
         return mark
 
     # --- reading the journal after a restart --------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Find groups finished since checkpoint `mark` of version `version`; raise `ConfigError` if the mark is missing."""
+        """Find the groups that finished after checkpoint `mark` of policy version `version`, or raise `ConfigError`."""
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:
@@ -199,7 +199,7 @@ class GroupJournal:
         return None
 
     def put_back(self, groups: Iterable[FinishedGroup]) -> None:
-        """Make `groups`, which `submitted` has returned, available to it once more, in the original order."""
+        """Undo the calls of `submitted` that returned `groups`, so that it can return them again in the same order."""
         for group in reversed(list(groups)):
             self._by_key[group.key].appendleft(group.place)
 

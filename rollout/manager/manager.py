@@ -59,7 +59,7 @@ class RolloutManager:
             head or a probe. The hidden states are the input of the output embeddings. The function runs while tokens are
             sampled, without gradients, and must be the same on all ranks. Its results are in `RolloutBatch.token_values`.
         coordinator: how the ranks of torch.distributed compute each other's groups: a `CoordinatorConfig`, or True for the
-            default options. With False, each rank computes only its own groups. No effect on a single rank.
+            default options. With False, each rank computes only its own groups. Ignored on a single rank.
         journal: this rank's file of groups that have finished since the last checkpoint; the caller closes it. `state_dict`
             starts a new file. After `load_state_dict`, groups in the journal are not computed again. To get one that was
             submitted after the checkpoint, submit the same prompt, parameters and metadata. Evaluate with another manager.

@@ -9,7 +9,7 @@ that all members keep the same groups.
 
 Expert parallelism: in each round the ranks agree whether to stop, wait or compute, and then compute one step. A rank without
 requests runs the expert layers without tokens (`LockstepLoop`). The ranks start and finish a run together: a rank that
-raises still completes the current round, and then tells the others that it leaves.
+raises still completes the current round, and then tells the others that it is leaving.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class LockstepLoop(RunLoop):
                             left()
                             self._wait(self._clock() - idle_since)
             except BaseException:
-                # Tell the other ranks that this rank leaves. If the last round is over, they no longer wait for messages.
+                # Tell the other ranks that this rank is leaving, unless the last round is over and they wait no longer.
                 if told not in (LEFT, DONE):
                     with suppress(EngineDeadError):
                         self._engine.parts.stepper.agree(LEFT)
                 raise
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work. Once `idle_s`, the time without work, is `control_timeout_s`, the backend names the late ranks."""
+        """Wait for work. After `control_timeout_s` without work (`idle_s`), raise an error that names the late ranks."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:
@@ -305,7 +305,7 @@ def _error_of(name: str, message: str) -> BaseException:
 
 
 def loop_of(engine: DynamicInferenceEngine, world: World | None, *parts: Any) -> RunLoop:
-    """Return the loop for this rank's role in a parallel group, else a `RunLoop`. `parts` are the loop's arguments."""
+    """Return the loop for this rank's role in a parallel group, or a `RunLoop` if it has none, built from `parts`."""
     if engine.peers.lockstep is not None:
         return LockstepLoop(*parts)
     if engine.peers.group is None:

@@ -108,7 +108,7 @@ class Rounds:
         return self.loop.groups
 
     def new_pacer(self, updates_per_round: int = 1) -> StalenessPacer:
-        """Return a pacer for the configured `max_staleness`, with this number of updates in its last round."""
+        """Return a pacer for the configured `max_staleness`. It expects `updates_per_round` updates in the first round."""
         return StalenessPacer(self.engine.config.max_staleness, updates_per_round)
 
     # --- turns of blocking calls --------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Rounds:
 
     @contextmanager
     def round(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Enter `turn`, start the engine, adapt it to the model and check that no weight change is unannounced."""
+        """Enter `turn`, start the engine, adapt it to the model and check that all weight changes were announced."""
         with self.turn(call, timeout_s):
             self.ensure_running()
             self.follow_model()
@@ -169,7 +169,7 @@ class Rounds:
         """Return the ids of groups that must finish before the next update, or None if their ages are not known yet.
 
         Args:
-            owner: function from a group id of the backend to the id of its group in `groups`, or to None if it has none.
+            owner: function that maps a group id of the backend to an id in `groups`, or to None if no group has it.
         """
         known = () if pacer.max_staleness is None else self.backend.staleness()
         if known is None:

@@ -199,8 +199,8 @@ class RunLoop:
 
         Args:
             step: function that runs one step, after waiting at most the given number of seconds for work.
-            left: function that returns the seconds until the run's deadline and raises `DeadlineError` after it, for waits
-                outside of `step`.
+            left: function that returns the seconds left until the run's deadline, for waits outside `step`. Once the
+                deadline has passed, the function raises `DeadlineError`.
         """
         while not finished():
             step(math.inf)

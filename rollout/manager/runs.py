@@ -149,12 +149,12 @@ class EpisodeRuns:
             sampling_params: parameters of one turn, with n = 1.
             max_turns: upper bound on the turns of an episode, for environments with `reset` and `step`.
             min_groups: number of groups after which `run` returns. It also waits for all groups that would be too old
-                (`max_staleness`) after the next updates. If None, `run` waits for all groups, also those of earlier calls.
+                (`max_staleness`) after the next updates. If None, it waits for all groups, including those of earlier calls.
             max_groups: maximum number of groups in flight, if `tasks` is an iterator. None means `min_groups`.
             keep: function of a finished group's episodes; if it returns False, the group is dropped and does not count. See
                 `rewards_differ`.
             max_discarded: number of dropped groups after which every group is kept. None means four times `min_groups`, or
-                no limit without it.
+                no limit if `min_groups` is not given.
             episode_timeout_s: seconds of `run` after which an episode fails and keeps its turns so far. None means no limit.
             on_error: with `raise`, a failed episode raises `RolloutFailedError`. With `mask`, rows of failed episodes are
                 masked, and the error is raised only if every episode failed.

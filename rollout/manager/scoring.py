@@ -70,8 +70,7 @@ class ScoredBatch(RolloutBatch):
 
     discarded_rewards: Tensor
     """float32 [M]: rewards of the M samples in groups that this call discarded. The mean over `rewards` and
-    `discarded_rewards` is the policy's reward; the mean over `rewards` alone is biased.
-    """
+    `discarded_rewards` is the policy's reward; the mean over `rewards` alone is biased."""
 
 
 @dataclass(eq=False)

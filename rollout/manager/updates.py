@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The manager's calls between two `generate` calls. On several ranks, each rank makes them and waits for the rest."""
+    """The manager's methods for the time between two `generate` calls. Every rank calls them and waits for the others."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds

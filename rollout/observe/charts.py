@@ -25,7 +25,7 @@ SLOT_COLORS = {PREFILL: ORANGE, DECODE: BLUE, HELD: "#c3ccd5", PREEMPTED: RED}
 CONTROL_COLORS = {"weights updated": "#000000", "suspend": PURPLE, "resume": GREEN}
 SLOT_ROWS = 96
 SMALLEST = 1e-30
-"""The limit below which a value is drawn as a gap on a logarithmic axis."""
+"""The largest value that is drawn as a gap on a logarithmic axis."""
 
 _STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "rollout", "font.size": 9, "axes.spines.top": False,
@@ -79,7 +79,7 @@ def lines(
 
 
 def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, shares: bool = False) -> str:
-    """Return a chart of stacked areas; see `lines`, but None counts as 0. With `shares`, draw shares of each step's sum."""
+    """Return a chart of stacked areas. A value of None counts as 0. `shares` divides the values of a step by their sum."""
     columns = [[value or 0.0 for value in values] for _, _, values in series]
     present = [name for (name, _, _), values in zip(series, columns, strict=True) if any(values)]
     if not present:
@@ -101,11 +101,11 @@ def areas(steps: Sequence[int], series: Sequence[tuple[str, str, Values]], *, sh
 
 
 Stay = list[tuple[str, float, float]]
-"""The states, as (state, start, end), of a sample from its admission until it finishes or is preempted."""
+"""One stay of a sample in a slot: its (state, start, end) from admission until it finishes or is preempted."""
 
 
 def slots(engine: TracedEngine, duration_s: float) -> str:
-    """Return a chart of an engine's slots over time: a sample has a row from admission until it finishes or is preempted."""
+    """Return a chart of an engine's slots: a sample has a slot (row) from admission until it finishes or is preempted."""
     stays = [(sample, stay, evicted) for sample in engine.samples for stay, evicted in _stays(sample)]
     rows: list[list[tuple[TracedSample, Stay, bool]]] = []
     for each in sorted(stays, key=lambda each: each[1][0][1]):
@@ -140,7 +140,7 @@ def slots(engine: TracedEngine, duration_s: float) -> str:
 
 
 def _stays(sample: TracedSample) -> Iterator[tuple[Stay, bool]]:
-    """Yield (period, whether a preemption ended it) for each period that a sample spends in a slot."""
+    """Yield (stay, whether a preemption ended it) for each stay of a sample in a slot."""
     stay: Stay = []
     for state in sample.states:
         if state[0] in (PREFILL, DECODE, HELD):
@@ -158,7 +158,7 @@ def note(text: str = "not recorded in this run") -> str:
 
 
 def _svg(draw: Any, size: tuple[float, float], tips: Sequence[str] = ()) -> str:
-    """Return what `draw` draws, with the tooltips `tips`, as SVG for HTML, without XML declarations and clip paths."""
+    """Call `draw` on new axes; return the chart as SVG for HTML, with tooltips, without XML declarations and clip paths."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""`report` writes one HTML page about a run, with charts, samples, and which sample had which engine slot in a trace."""
+"""`report` writes one HTML page about a run, with charts, samples, and a chart of the engine's slots from a trace."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _sample(step: int, sample: dict[str, Any]) -> str:
 
 
 def colored(runs: Iterable[tuple[int, int, str]], now: int) -> str:
-    """Return the text runs of `version_runs` as HTML; a run's background colour shows its age at policy version `now`."""
+    """Return the text of `version_runs` as HTML; background colours show each run's age at policy version `now`."""
     spans = []
     for version, count, text in runs:
         age = max(0, now - version)

@@ -98,7 +98,7 @@ _FOLLOWS = {
 def _close(
     states: list[tuple[str, float, float]], state: str, start: float, end: float, first_token: float | None
 ) -> float:
-    """Append `state`, split into prefill and decode at the first token; return the larger of `start` and `end`."""
+    """Append an interval to `states`, split into prefill and decode at the first token; return the interval's end."""
     end = max(start, end)
     if state == PREFILL and first_token is not None and start <= first_token < end:
         states.append((PREFILL, start, first_token))

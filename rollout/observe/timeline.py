@@ -183,7 +183,7 @@ def _held(log: EngineLog, around: Iterable[Span], end: float) -> list[tuple[floa
 def _without(
     state: str, start: float, end: float, held: list[tuple[float, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield an interval of a state, split where `held` covers it: such parts become `HELD`, except for a queued sample."""
+    """Yield a sample's interval in parts: if its state is prefill or decode, parts inside `held` become `HELD`."""
     if end <= start:
         return
     if state in (PREFILL, DECODE):

@@ -56,7 +56,7 @@ class PackedRollouts:
     """The length of the longest sequence."""
 
     response_mask: Tensor
-    """bool [L]: `RolloutBatch.response_mask` of each token; the fields below are also packed from `RolloutBatch`."""
+    """bool [L]: the tokens that a loss may use. This field and the fields below are packed from `RolloutBatch`."""
 
     logprobs: Tensor
     """float32 [L]: log-prob of each sampled token."""
@@ -187,8 +187,8 @@ class RolloutBatch:
 
         Raises:
             TypeError: an element is not a `DynamicInferenceRequest`.
-            ValueError: a request has not finished, its log-probs or kept tokens do not match its tokens, it has a version
-                above `policy_version`, or the samples of a prompt are not adjacent.
+            ValueError: a request has not finished; its log-probs, or the token ids left by top-p and the like, do not match
+                its tokens; it has a version above `policy_version`; or the samples of a prompt are not adjacent.
         """
         made = fields_of(
             tuple(requests), policy_version, pad_token_id, max_staleness=max_staleness, sampled=sampled,
@@ -260,7 +260,7 @@ class RolloutBatch:
         temperature: float | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Return the trainer's log-probs, aligned with `batch.logprobs`. Same as `scores_of(...).logprobs`."""
+        """Return the trainer's log-probs of `part`, aligned with its rows of `batch.logprobs`. See `scores_of`."""
         return self.scores_of(model, part, temperature=temperature, hidden=hidden).logprobs
 
     def scores_of(
@@ -275,28 +275,27 @@ class RolloutBatch:
     ) -> LogitScores:
         """Run the trainer's forward pass and return differentiable log-probs of the tokens in `response_mask`.
 
-        Log-probs are over the distributions that tokens were drawn from, with the temperature, penalties and biases of the
-        requests, over the tokens that truncation kept. Under the weights that sampled the tokens, they equal `logprobs`.
-        Logits are computed tile by tile, in the forward pass and again in the backward pass: they are never all in memory.
+        Log-probs are over the distributions that tokens were drawn from: with each request's temperature, penalties and
+        biases, over the token ids left by top-p and the like. Under the weights that sampled the tokens, they equal
+        `logprobs`. To save memory, logits are computed tile by tile, in the forward pass and again in the backward pass.
 
         Args:
             model: a causal language model in transformers, or a wrapper of it (DDP, FSDP, PEFT).
-            part: a tree or packed rows of this batch, from `tree`, `trees`, `packed` or `packs`; or the numbers of padded
-                rows, as int64 indices or a slice. None means all rows, padded.
+            part: a tree or packed rows of this batch, from `tree`, `trees`, `packed` or `packs`; or the rows of
+                the padded batch, as int64 indices or a slice. None means all rows, padded.
             temperature: divisor of the logits, for log-probs over the whole vocabulary. None means the distributions that
                 tokens were drawn from.
-            hidden: input of the LM head, [..., hidden size], if the part's forward pass has already run. None runs the
-                model.
+            hidden: input of the LM head, [..., hidden size], if the part's forward pass has already run. If None,
+                the model runs.
             entropy: whether to return entropies too, over the whole vocabulary.
-            top_k: number of most likely tokens whose log-probs, over the whole vocabulary, are returned too. Or token ids,
-                int64 [N, T, k] for the part's rows, such as a teacher's; their log-probs are returned instead.
+            top_k: number of most likely tokens whose log-probs, over the whole vocabulary, are returned too; or the ids of
+                other tokens to return log-probs of, int64 [N, T, k], such as a teacher model's most likely tokens.
 
         Returns:
             Scores [N, T] of the part's rows.
 
         Raises:
-            ValueError: a request used truncation, a bias or a penalty without `return_kept_tokens`, so its distribution is
-                unknown. Pass `temperature` to avoid this.
+            ValueError: a request used top-p or the like without `return_kept_tokens`. Pass `temperature` to avoid this.
             UnsupportedModelError: log-probs cannot be read from the model's head.
         """
         computed, rows = self._part(part)
@@ -312,7 +311,7 @@ class RolloutBatch:
         temperature: float | None = None,
         entropy: bool = False,
     ) -> Iterator[PathRows]:
-        """Train on a tree of rows that is too large for one forward pass, in the memory of one path from root to leaf.
+        """Train on rows whose prefix tree is too large for one forward pass, in the memory of one path from root to leaf.
 
             for rows, scores in batch.paths(model, max_tokens=4096):
                 loss_of(scores.logprobs, batch.logprobs[rows], advantages[rows]).backward()
@@ -330,7 +329,7 @@ class RolloutBatch:
             temperature, entropy: see `scores_of`.
 
         Raises:
-            ValueError: see `scores_of`; or the batch has images or recorded routes.
+            ValueError: see `scores_of`; or the batch has images or recorded expert routes.
         """
         tree = self.tree(rows)
         part, numbers = self._part(tree)
@@ -382,7 +381,7 @@ class RolloutBatch:
             rows: the rows to pack, as int64 indices or a slice. None means all rows.
 
         Raises:
-            ValueError: `multiple_of` is below 1, or rows of the batch have images.
+            ValueError: `multiple_of` is below 1, or any row of the batch has images, even if it is not in `rows`.
         """
         if multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}: must be at least 1, which rounds nothing up")
@@ -421,8 +420,9 @@ class RolloutBatch:
     def tree(self, rows: Tensor | slice | None = None) -> PackedTree:
         """Pack rows into a tree that has each common prefix only once, for a model with `trainer_hooks.tree` attached.
 
-        For `packed = batch.tree()`, `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. With recorded
-        routes, a common prefix stops where experts differ; `rollout.replay(packed, model)` replays the routes.
+        For `packed = batch.tree()`, `logprobs_of(model, packed)` is aligned with `logprobs[packed.rows]`. If the batch has
+        expert routes (which experts each token was routed to), rows share a prefix only as far as their routes are the same.
+        `rollout.replay(packed, model)` replays the routes.
 
         Args:
             rows: the rows to pack, as int64 indices or a slice. None means all rows.
@@ -444,7 +444,7 @@ class RolloutBatch:
         return replace(packed, unrouted=chosen[missing.any(1) & trained])
 
     def trees(self, max_tokens: int) -> Iterator[PackedTree]:
-        """Split the rows into trees of about equal size, at most `max_tokens` each, for gradient accumulation.
+        """Split the rows into prefix trees of about equal size, at most `max_tokens` tokens each, for gradient accumulation.
 
         Groups stay whole: a group with more than `max_tokens` is a tree of its own. The groups in a tree are in batch order.
 
@@ -459,14 +459,14 @@ class RolloutBatch:
             yield self.tree(torch.cat([every[groups[index]] for index in part]))
 
     def _common_tokens(self) -> int:
-        """Return the length of the prefix common to all rows, and so to all trees; 0 if routes or images might differ."""
+        """Return the length of the prefix common to all rows; 0 if rows have expert routes or images, which may differ."""
         if not len(self) or self.routed_experts is not None or self.images is not None:
             return 0
         same = (self.input_ids == self.input_ids[:1]).all(0) & self.attention_mask.bool().all(0)
         return int(same.long().cumprod(0).sum())
 
     def packs(self, max_tokens: int, multiple_of: int = 1) -> Iterator[PackedRollouts]:
-        """Split the rows into parts of about equal size, at most `max_tokens` each; yield each part packed by `packed`."""
+        """Split the rows into parts of about equal size, at most `max_tokens` tokens each; yield each part, packed."""
         for part in equal_parts(self.attention_mask.sum(1).tolist(), max_tokens):
             yield self.packed(multiple_of, torch.tensor(part, device=self.input_ids.device))
 

@@ -13,7 +13,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """The sets of token ids from which the tokens of N rows were drawn; the argument `kept` of `replay_logprobs`."""
+    """For each token of N rows, the set of token ids it was drawn from: those left by top-p and the like."""
 
     ids: Tensor
     """int32 [S]: the S token ids of all sets, row after row and token after token, ascending in each set."""
@@ -73,7 +73,7 @@ def kept_sets(rows: Sequence[DynamicInferenceRequest], columns: int) -> KeptSets
 
 
 def no_sets(like: Tensor) -> KeptSets:
-    """Return an empty set for every token in `like` [N, T]: such a token was drawn from the whole vocabulary."""
+    """Return `KeptSets` for tokens `like` [N, T] drawn from the whole vocabulary: every token's set is empty."""
     return KeptSets(like.new_zeros(0, dtype=torch.int32), torch.zeros_like(like, dtype=torch.int32))
 
 
@@ -97,7 +97,7 @@ def padded_values(
 def padded_routes(
     rows: Sequence[DynamicInferenceRequest], width: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """Return the recorded routes, int16 [N, width, layers, k], with -1 elsewhere; None if no request recorded routes.
+    """Return recorded expert routes, int16 [N, width, layers, k], with -1 elsewhere; None if no request has routes.
 
     Raises:
         ValueError: the requests' numbers of layers or experts differ, or a request has too many routes for its tokens.

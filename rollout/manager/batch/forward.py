@@ -18,7 +18,7 @@ from rollout.sampling_params import FILTERS, PENALTIES
 
 @dataclass(frozen=True, eq=False)
 class LogitScores:
-    """The differentiable scores of the tokens of N rows, the longest of T tokens; 0 on tokens that were not requested."""
+    """The differentiable scores of the requested tokens in N rows, the longest of T tokens; 0 for all other tokens."""
 
     logprobs: Tensor
     """float32 [N, T] (float64 if the hidden states are float64): log-probs of the tokens."""
@@ -63,7 +63,7 @@ def read_scores(
         kept: the token sets that sampling was restricted to; None if sampling was not restricted.
         hidden: input of the LM head, [..., hidden size], from a forward pass that has already run. If None, the model runs.
         entropy: whether to compute entropies too.
-        top_k: number of most likely tokens whose log-probs are computed too; or int64 [N, T, k], tokens to use instead.
+        top_k: number of most likely tokens whose log-probs are computed too; or the ids of other tokens, int64 [N, T, k].
     """
 
     def run(head: nn.Module) -> Tensor | None:
@@ -104,7 +104,7 @@ def distribution(
     """Return `replay_logprobs` arguments that reproduce the requests' log-probs, and the token sets to pass as `kept`.
 
     Raises:
-        ValueError: a request used truncation without `return_kept_tokens`, so its distribution is unknown.
+        ValueError: a request used top-p or the like without `return_kept_tokens`, so its distribution is unknown.
     """
     params = [request.sampling_params for request in requests]
     # Mark the rows whose log-probs are over the whole vocabulary.

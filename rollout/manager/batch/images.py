@@ -19,8 +19,8 @@ from rollout.manager.batch.tree import PackedTree, pack_tree
 from rollout.requests.images import PIXELS, TILED_DIMENSIONS, ImageInputs
 
 Rotary = Callable[[Tensor, Tensor, ImageInputs], Tensor | None]
-"""A function (token ids, kinds, images) → rotary positions of a prompt with images and of the next token, as in
-`multimodal.family.Family.positions`."""
+"""A function (token ids, kinds, images) → rotary positions of a prompt and of the next token, as in
+`multimodal.family.Family.positions`. A token's kind is 1 for image placeholders, 2 for video placeholders, 0 otherwise."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ class BatchImages:
     def tree(
         self, input_ids: Tensor, real: Tensor, wanted: Tensor, rows: Tensor, routed_experts: Tensor | None
     ) -> PackedTree:
-        """Pack R rows of the batch by `pack_tree`. Rows with the same image in a common prefix share the image.
+        """Pack R rows of the batch as a prefix tree. An image in a prefix that several rows share is included once.
 
         Args:
-            input_ids, real, wanted, routed_experts: columns of the rows; see `pack_tree`.
+            input_ids, real, wanted, routed_experts: the rows' tensors, as in `pack_tree`.
             rows: int64 [R], the rows' numbers in the batch.
 
         Raises:
@@ -137,7 +137,7 @@ class BatchImages:
         nodes = packed.nodes[real]
 
         def of_tree(values: Tensor) -> Tensor:
-            """Return values [..., L] of the tree's tokens, given values [..., R, T] of the rows' tokens."""
+            """Return the values of the tree's L tokens, [..., L], given the values in R rows of T tokens, [..., R, T]."""
             whole = values.new_zeros(*values.shape[:-2], len(packed))
             whole[..., nodes] = values[..., real]
             return whole
@@ -205,7 +205,7 @@ class BatchImages:
 def _rotary(
     rotary: Rotary, images: Sequence[ImageInputs | None], input_ids: NDArray[np.int64], kinds: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
-    """Return the rotary positions [3, N, T], or None if positions are as in text."""
+    """Return the rotary positions, int64 [3, N, T] for time, height and width; None if positions are as in text."""
     count, width = input_ids.shape
     found = np.broadcast_to(np.arange(width), (3, count, width)).copy()
     before: tuple[int, int] | None = None
@@ -232,7 +232,7 @@ def _rotary(
 
 
 def _last_columns(kinds: Tensor) -> Tensor:
-    """Return int64 [N, T]: for a placeholder, the last column of its run of placeholders; for other tokens, their column.
+    """Return int64 [N, T]: the last column of a placeholder's run of placeholders, and the own column of any other token.
 
     Args:
         kinds: uint8 [N, T], above 0 at placeholders.

@@ -40,12 +40,12 @@ class _Span(NamedTuple):
     place: int
     """The index of the span's first key among the keys of all spans on the path from the root."""
     last: int
-    """The index after the subtrees of the span's tokens; tokens before this index continue the span."""
+    """The index after the subtrees of the span's tokens; tokens from `stop` to this index continue the span."""
 
 
 @dataclass(eq=False)
 class _Segment:
-    """A computed span on the path from the root to the next span."""
+    """A span whose forward pass has run, on the path from the root to the next span."""
 
     span: _Span
     places: Tensor
@@ -56,7 +56,7 @@ class _Segment:
     """Copies of `values`, detached from the graph, for the caller; they collect the gradients of the caller's loss."""
 
     def backward(self) -> None:
-        """Run the segment's backward pass. It is needed even without gradients of log-probs: keys may have gradients."""
+        """Run the segment's backward pass. Even if no log-prob has a gradient, the segment's keys may have one."""
         if self.values[0].requires_grad:
             torch.autograd.backward(
                 self.values,
@@ -75,7 +75,7 @@ def along_paths(
         read: function (part, the tree rows in it) that runs the part's forward pass and returns its scores.
 
     Raises:
-        ValueError: `max_tokens` is below 1; or the tree has images or routes.
+        ValueError: `max_tokens` is below 1; or the tree has images or expert routes.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens!r}: must be at least 1, which makes a segment of every token")
@@ -119,9 +119,10 @@ def along_paths(
 
 
 def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the segments [start, stop), of at most `limit` tokens, of a tree with these subtree ends and token depths.
+    """Yield the segments [start, stop) of a tree, at most `limit` tokens each.
 
-    Small subtrees share a segment. A chain stops at a branch or at the limit.
+    `ends` has the index after each token's subtree, `depths` each token's position. Small subtrees share a segment. A chain
+    stops at a branch or at the limit.
     """
     start, token, chain = 0, 0, False
     while token < len(ends):
@@ -137,7 +138,7 @@ def _segments(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) ->
 
 
 def _placed(ends: NDArray[np.int64], depths: NDArray[np.int64], limit: int) -> list[_Span]:
-    """Return a tree's spans, in order. A span's keys follow its path's keys, from the next kernel block boundary on."""
+    """Return a tree's spans, in order. A span's keys start at the first kernel block boundary after its path's keys."""
     spans: list[_Span] = []
     path: list[_Span] = []
     for start, stop in _segments(ends, depths, limit):

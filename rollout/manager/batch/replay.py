@@ -119,7 +119,7 @@ def _routes_of(batch: Routed) -> Callable[[Tensor, Any, Any], Tensor]:
 
 
 def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-    """Return the recorded routes of a prefix tree, int16 [1, L, layers, k]; `ids` must be the tree's token ids."""
+    """Return the expert routes of a prefix tree, int16 [1, L, layers, k]; `ids` must be the tree's token ids."""
     if not torch.equal(ids, tree.input_ids):
         raise ValueError(
             f"replay: a forward of {list(ids.shape)} tokens that are not the {tree.input_ids.shape[1]} of the tree: pass "
@@ -130,7 +130,7 @@ def _of_tree(tree: PackedTree, ids: Tensor, mask: Any, positions: Any) -> Tensor
 
 
 class _Rows:
-    """A lookup that finds the recorded routes of a batch's row by the row's tokens."""
+    """A lookup that finds the recorded expert routes of a batch's row by the row's tokens."""
 
     def __init__(self, batch: RolloutBatch | RoutedRows) -> None:
         assert batch.routed_experts is not None
@@ -149,7 +149,7 @@ class _Rows:
         return rows
 
     def of_forward(self, ids: Tensor, mask: Any, positions: Any) -> Tensor:
-        """Return the routes, int16 [B, T, layers, k], for a forward pass with these token ids [B, T], mask and positions."""
+        """Return the expert routes, int16 [B, T, layers, k], of the tokens in a forward pass with these arguments."""
         real, starts = np.ones(ids.shape, bool), None
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             real = mask.cpu().numpy().astype(bool)
@@ -176,7 +176,7 @@ class _Rows:
         return torch.from_numpy(routes)
 
     def _is_surplus(self, tokens: np.ndarray[Any, Any]) -> bool:
-        """Return whether a sequence is one repeated token, which is the padding that rounds up a packed row."""
+        """Return whether a sequence is empty or one repeated token, and so may be padding that rounds up a packed row."""
         return len(tokens) == 0 or bool((tokens == tokens[0]).all())
 
 
@@ -188,7 +188,7 @@ def _refuse_row(row: int) -> NoReturn:
 
 
 class _Alignment:
-    """A matcher that finds the recorded routes of the tokens in each forward pass of the trainer."""
+    """A matcher that finds the recorded expert routes of the tokens in each forward pass of the trainer."""
 
     def __init__(self, routes_of: Callable[[Tensor, Any, Any], Tensor], shape: RouteShape) -> None:
         self.shape = shape
@@ -199,7 +199,7 @@ class _Alignment:
         self._recomputed = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the routes for a forward pass, unless an engine runs the pass. Used as the model's forward pre-hook."""
+        """Look up the expert routes for a forward pass, unless an engine runs it. Used as the model's forward pre-hook."""
         if is_rollout_forward():
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -214,7 +214,7 @@ class _Alignment:
             self._recomputed = False
 
     def routes(self) -> Tensor:
-        """Return the routes, int64 [B * T, layers, k], of the current or recomputed forward pass."""
+        """Return the expert routes, int64 [B * T, layers, k], for the forward pass that is running or being recomputed."""
         if self._current is None:
             raise RuntimeError("replay: a router ran outside of a forward of the model; call the model itself")
         if torch._C._current_graph_task_id() != -1:

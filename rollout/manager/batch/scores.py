@@ -132,9 +132,9 @@ class Scorer:
                 or as the output of one tokenizer call, whose padding is dropped.
             prompt_lengths: for token ids, the prompt length of all sequences or of each; tokens after the prompt are scored.
                 If None, all tokens but the first are scored.
-            temperature: divisor of the logits, for log-probs over the whole vocabulary. None means 1 for token ids, and for
-                a batch the distributions of `batch.logprobs`, with each row's own temperature and kept tokens.
-            top_k: number of most likely tokens to return at each position too.
+            temperature: divisor of the logits, for log-probs over the whole vocabulary. None means 1 for token ids. For
+                a batch, None means the distributions of `batch.logprobs`: each row's own temperature and sampling filters.
+            top_k: number of most likely tokens that are also returned for each scored token.
             entropy: whether to return entropies too.
             adapter: name of a loaded LoRA adapter for all rows. None means each row's adapter or the model's active ones.
 
@@ -261,7 +261,7 @@ class _Results:
         self._kept = None if kept is None else kept.to("cpu")
 
     def take(self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor) -> bool:
-        """Score the K tokens at (rows, columns) with their logits [K, V]; return whether no log-prob is NaN."""
+        """Score the K tokens at (`rows`, `columns`), given their logits [K, V]; return False if any log-prob is NaN."""
         if not len(rows):
             return True
         plan, device, at = self._plan, logits.device, (torch.from_numpy(rows), torch.from_numpy(columns))
@@ -289,7 +289,7 @@ class _Results:
     def _replayed(
         self, rows: NDArray[np.int64], columns: NDArray[np.int64], logits: Tensor, targets: Tensor, warm: Tensor
     ) -> Tensor:
-        """Return the log-probs [K] of `targets` over the sets that they were drawn from, with temperatures `warm` [K]."""
+        """Return the log-probs [K] of token ids `targets` at temperatures `warm`, over the sets they were drawn from."""
         device = logits.device
         counts, ids = torch.zeros(len(rows), 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         if self._kept is not None:

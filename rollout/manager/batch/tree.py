@@ -48,7 +48,7 @@ class PackedTree:
     """bool [N, T]: tokens whose log-probs are computed."""
 
     predictors: Tensor
-    """int64 [N, T]: index in the tree of the token before each wanted token, whose logits predict it; 0 elsewhere."""
+    """int64 [N, T]: for tokens marked in `wanted`, the tree index of the token before, whose logits predict it; else 0."""
 
     routed_experts: Tensor | None = None
     """int16 [1, L, layers, k]: the k experts recorded for each token; -1 if it has no route. `rollout.replay` reads this
@@ -88,7 +88,7 @@ class PackedTree:
         }
 
     def logprobs_of(self, model: nn.Module, temperature: float = 1.0) -> Tensor:
-        """Return log-probs, float32 [N, T]. Same as `scores_of(model, temperature).logprobs`."""
+        """Return the log-probs, float32 [N, T], of the tokens marked in `wanted`. See `scores_of` for the arguments."""
         return self.scores_of(model, temperature).logprobs
 
     def scores_of(
@@ -103,7 +103,7 @@ class PackedTree:
             model: a model with `trainer_hooks.tree` attached, or a wrapper of such a model.
             temperature: divisor of the logits.
             entropy: whether to return entropies too.
-            top_k: number of most likely tokens whose log-probs are returned too; or int64 [N, T, k], tokens to use instead.
+            top_k: number of most likely tokens whose log-probs are returned too; or the ids of other tokens, int64 [N, T, k].
 
         Raises:
             EngineStateError: see `inputs`.
@@ -116,7 +116,7 @@ class PackedTree:
 
         Args:
             input_ids: token ids of the rows, int64 [N, T]; None means the token ids in the tree.
-            mask: bool [N, T], the tokens whose scores are requested, as far as they are in `wanted`. None means all of them.
+            mask: bool [N, T], the tokens whose scores are requested, out of those in `wanted`. None means all in `wanted`.
         """
         ids = self.input_ids[0][self.nodes.clamp(min=0)] if input_ids is None else input_ids
         return Part(self.inputs, ids, self.wanted if mask is None else mask & self.wanted, self.predictors)

@@ -104,7 +104,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return the set that each completion token was drawn from, {token} if unsampled; None if a turn has no sets."""
+    """Return each completion token's set of ids it was drawn from ({itself} if unsampled); None if a turn has no sets."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
@@ -176,7 +176,7 @@ class EpisodeBatch(RolloutBatch):
         Args:
             episodes: finished episodes, with the episodes of a group next to each other.
             detokenize: function that makes a row's entry in `texts` from all tokens after the row's first prompt.
-            device, options: as in `from_requests`.
+            device, options: see `RolloutBatch.from_requests`.
         """
         rows = [(index, row) for index, episode in enumerate(episodes) for row in rows_of(episode)]
         requests = [replace(row, generated_text=detokenize(row.generated_tokens)) for _, (row, _) in rows]

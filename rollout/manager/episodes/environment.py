@@ -93,7 +93,7 @@ def as_play(environment: EnvironmentFactory | Play, tokenizer: Any, max_turns: i
 
 
 def check_call(what: str, function: Any, arguments: int, cure: str) -> None:
-    """Raise a `TypeError` that names `what` and its `cure` if `function` cannot take this number of `arguments`."""
+    """Raise a `TypeError` that names `what` and suggests `cure` if `function` cannot take this many `arguments`."""
     with suppress(ValueError):
         signature = inspect.signature(function)
         try:

@@ -12,7 +12,7 @@ from rollout.requests.request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
 Ask = Callable[[Prompt, SamplingParams, Callable[[DynamicInferenceRequest], None]], Awaitable[DynamicInferenceRequest]]
-"""A function (prompt, parameters, callback) → finished request. The thread that runs steps passes it to the callback."""
+"""A function (prompt, parameters, callback) → finished request. The stepping thread first calls the callback with it."""
 
 
 class Episode:
