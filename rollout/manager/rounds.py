@@ -115,7 +115,7 @@ class Rounds:
 
     @contextmanager
     def turn(self, call: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Give this thread exclusive use of the engine for the method `call`; raise `EngineStateError` in an environment."""
+        """Reserve the engine for this thread and the method `call`; raise `EngineStateError` if an environment calls it."""
         self.player.refuse_inside(call)
         with self.engine.turns.taken(timeout_s), self.loop.call():
             yield

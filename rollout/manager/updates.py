@@ -20,7 +20,7 @@ class Updates:
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self._step_began: float | None = None
-        """Time of the last `before_optimizer_step`, in seconds since the epoch; None after the next `weights_updated`."""
+        """Time of the last `before_optimizer_step`, in seconds since the epoch; `weights_updated` resets it to None."""
 
     @contextmanager
     def _together(self, call: str) -> Iterator[None]:

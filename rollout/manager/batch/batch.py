@@ -150,7 +150,7 @@ class RolloutBatch:
         __getattr__ = unknown_attribute
 
     kept_tokens: KeptSets | None = None
-    """The set of token ids from which each completion token was drawn. None unless the requests return these sets."""
+    """The set of token ids from which each completion token was drawn. None if no request has `return_kept_tokens`."""
 
     token_values: Tensor | None = None
     """float32 [N, T, k]: the k numbers per token from `RolloutManager(token_values=…)`; 0 outside the completion. None if

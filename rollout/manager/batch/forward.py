@@ -63,7 +63,7 @@ def read_scores(
         kept: the token sets that sampling was restricted to; None if sampling was not restricted.
         hidden: input of the LM head, [..., hidden size], from a forward pass that has already run. If None, the model runs.
         entropy: whether to compute entropies too.
-        top_k: number of most likely tokens whose log-probs are computed too; or the ids of other tokens, int64 [N, T, k].
+        top_k: number of most likely tokens whose log-probs are computed too; or other token ids, int64 [N, T, k].
     """
 
     def run(head: nn.Module) -> Tensor | None:

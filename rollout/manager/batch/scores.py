@@ -123,8 +123,8 @@ class Scorer:
         """Return log-probs of given sequences under the current weights and adapters; nothing is sampled.
 
         A prompt that several sequences share is computed once, or not at all if the prefix cache has it. Logits are computed
-        only for the scored tokens, chunk by chunk. Groups in flight are paused during the call. Recorded routes of a mixture
-        of experts are not replayed. On several ranks every rank may call `score`; if the weights are sharded, every rank
+        only for the scored tokens, chunk by chunk. Groups in flight are paused during the call. Recorded expert routes are
+        not replayed. On several ranks every rank may call `score`; if the weights are sharded, every rank
         must. To score under another adapter of the model, use `with trainer_hooks.peft.adapter(manager, name)`.
 
         Args:

@@ -103,7 +103,7 @@ class PackedTree:
             model: a model with `trainer_hooks.tree` attached, or a wrapper of such a model.
             temperature: divisor of the logits.
             entropy: whether to return entropies too.
-            top_k: number of most likely tokens whose log-probs are returned too; or the ids of other tokens, int64 [N, T, k].
+            top_k: number of most likely tokens whose log-probs are returned too; or other token ids, int64 [N, T, k].
 
         Raises:
             EngineStateError: see `inputs`.

@@ -79,7 +79,7 @@ class EpisodePlayer:
     # --- methods for the stepping thread --------------------------------------------------------------------------
 
     def begin(self, task: Any, play: Play, n: int, params: SamplingParams, timeout_s: float | None) -> int:
-        """Start n episodes of a task; return the group id. After `timeout_s` of play, unfinished episodes fail."""
+        """Start n episodes of a task; return the group id. After `timeout_s` of playing time, unfinished episodes fail."""
         number = self.next_number
         self.next_number += 1
         seed = self._seed if params.seed is None else params.seed
