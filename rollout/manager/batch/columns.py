@@ -13,7 +13,7 @@ from rollout.requests.request import DynamicInferenceRequest
 
 
 class KeptSets(NamedTuple):
-    """For each token of N rows, the set of token ids it was drawn from: those left by top-p and the like."""
+    """The set of token ids that each token of N rows was drawn from: the ids left by top-p and the like."""
 
     ids: Tensor
     """int32 [S]: the S token ids of all sets, row after row and token after token, ascending in each set."""
