@@ -104,7 +104,7 @@ class BlockAllocator:
         return writable
 
     def findable(self, block_hash: int) -> bool:
-        """Return whether a block with this hash is cached on the device or on the host. Do not compare tokens."""
+        """Return whether a block with this hash is cached on the device or on the host, without comparing tokens."""
         return block_hash in self.index.current or block_hash in self.host.blocks
 
     def counts(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """A device whose graphs are captured on a private stream. They can share a memory pool, as only one runs at a time."""
+    """A device with a private stream for capturing graphs. Only one graph runs at a time, so all share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -90,7 +90,7 @@ class GraphedDecode:
         self._graphs: dict[int, Callable[[], None]] = {}
         """The functions that replay the captured graphs, by number of rows."""
         self._logits = torch.empty(0)
-        """The logits [rows, vocabulary size]. All graphs share this tensor, the largest one of a step with a small batch."""
+        """The logits [rows, vocabulary size]. All graphs share this tensor, because it is a small step's largest one."""
         self._fixed: tuple[int, ...] | None = None
         """The KV pool's addresses (`KVCache.addresses`) that the captured graphs contain."""
         self._computed: tuple[int, torch.dtype | None] | None = None

@@ -305,7 +305,7 @@ class Intake:
         return self._sample(DynamicInferenceRequestRecord.from_request(fresh), order, pictured)
 
     def restart(self, sample: Sample) -> bool:
-        """Queue a stale sample, which is in no queue, to start again from its prompt. If that raises, fail the sample.
+        """Queue a stale sample, which is currently in no queue, to restart from its prompt. If that raises, fail the sample.
 
         Returns:
             Whether the sample was queued again.

@@ -16,7 +16,7 @@ class StepResults:
     """Applies the sampled tokens of each step to the sequences and blocks of one scheduler.
 
     Args:
-        track_events: whether to record an event for every token, which contains the block counts of the pool.
+        track_events: whether to record an event with the pool's block counts for every token.
     """
 
     def __init__(self, queues: Queues, *, track_events: bool) -> None:
@@ -27,7 +27,7 @@ class StepResults:
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
         """Apply the results of a step. Return the sequences that finished in it; their records are complete.
 
-        The tokens of a run (several decode steps) get evenly spaced times from `since`, when the step was planned, to now.
+        The tokens of several decode steps get evenly spaced times, from `since` (when the first step was planned) to now.
         """
         queues = self._queues
         queues.allocator.host.unsettled = False
