@@ -160,7 +160,7 @@ class GroupJournal:
     # --- reading the journal after a restart --------------------------------------------------------------------
 
     def restore(self, mark: str, version: int) -> None:
-        """Find the groups that finished after checkpoint `mark` of policy version `version`, or raise `ConfigError`."""
+        """Find groups that finished after checkpoint `mark` (at version `version`); raise `ConfigError` without the mark."""
         by_id: dict[int, Place] = {}
         by_key: defaultdict[bytes, deque[Place]] = defaultdict(deque)
         if self._journal is not None and mark:

@@ -85,7 +85,7 @@ class LockstepLoop(RunLoop):
                 raise
 
     def _wait(self, idle_s: float) -> None:
-        """Wait for work. After `control_timeout_s` without work (`idle_s`), raise an error that names the late ranks."""
+        """Wait for work. After `control_timeout_s` without work (`idle_s`), also raise an error if other ranks are late."""
         limit = self._engine.config.advanced.control_timeout_s
         self._backend.wait(IDLE_S if idle_s < limit else 2 * limit)
         if self._engine.state is EngineState.SUSPENDED:

@@ -232,10 +232,10 @@ def _rotary(
 
 
 def _last_columns(kinds: Tensor) -> Tensor:
-    """Return int64 [N, T]: the last column of a placeholder's run of placeholders, and the own column of any other token.
+    """Return int64 [N, T]: for a placeholder, the last column of its run; for other tokens, their own column.
 
     Args:
-        kinds: uint8 [N, T], above 0 at placeholders.
+        kinds: uint8 [N, T], above 0 at placeholders. A run is a sequence of placeholders next to each other.
     """
     columns = torch.arange(kinds.shape[1], device=kinds.device).expand(kinds.shape)
     behind = torch.where(kinds > 0, kinds.shape[1], columns).flip(1).cummin(1).values.flip(1)

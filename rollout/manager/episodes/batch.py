@@ -104,7 +104,7 @@ def _row(episode: Episode, turns: Sequence[DynamicInferenceRequest]) -> EpisodeR
 
 
 def _kept_tokens(turns: Sequence[DynamicInferenceRequest], completion: list[int]) -> KeptTokens | None:
-    """Return each completion token's set of ids it was drawn from ({itself} if unsampled); None if a turn has no sets."""
+    """Return, for each completion token, the ids it was drawn from ({itself} if unsampled); None if a turn lacks them."""
     parts, done = [], 0
     for turn in turns:
         if turn.generated_kept_tokens is None:
