@@ -98,7 +98,7 @@ class ClientGoneError(ApiError):
 
 
 def _cut(text: str, most: int) -> str:
-    """Shorten a text to `most` characters by removing its middle. The end, which says how to fix the request, stays."""
+    """Shorten a text to `most` characters by removing its middle. The end, which says how to fix the request, is kept."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
 
 

@@ -239,7 +239,7 @@ class _Contents:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> Hashable:
-        """Return a tensor's form for the forward key: its content if small, else an object that is new after every write."""
+        """Return a tensor's form for the forward key: its content if small, else an object that every write replaces."""
         plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
         version = None if tensor.is_inference() else tensor._version
         state = version, tensor.data_ptr() if plain else None

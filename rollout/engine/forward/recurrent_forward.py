@@ -30,11 +30,11 @@ class LengthGroup:
     columns: IntArray
     """[C], at least one: the columns of the batch whose logits are computed."""
     places: IntArray
-    """[K], the indices of this batch's kept positions in the step's list of kept positions."""
+    """[K], the indices in the step's list of kept positions (whose logits are needed) of those in this batch."""
     row: IntArray
-    """[K], the row of each kept position in the batch."""
+    """[K], the row in the batch of each kept position (a position whose logits are needed)."""
     column: IntArray
-    """[K], the index of each kept position's column in `columns`."""
+    """[K], the index in `columns` of the column of each kept position (a position whose logits are needed)."""
 
 
 def length_groups(rows: PagedRows, keep: IntArray) -> Iterator[LengthGroup]:

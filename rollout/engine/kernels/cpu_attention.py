@@ -72,7 +72,7 @@ class CpuPagedAttention:
 
 
 def serves(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Return whether the kernel supports these contiguous tensors of float32 or bfloat16, given `MAX_GROUP`."""
+    """Return whether the kernel can run: contiguous tensors, float32 or bfloat16, at most `MAX_GROUP` heads per KV head."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key_cache.dtype == value_cache.dtype

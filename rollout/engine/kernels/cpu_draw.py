@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     score: Tensor
     """The score of each drawn token, divided by the row's temperature, float32 [R]."""
     kept_ids: Tensor | None
-    """The ids that could be drawn, ascending in each row that requests them, int32; None if no row requests them."""
+    """int32: the token ids that could be drawn, joined for all rows that request them; None if no row requests them."""
     kept_counts: Tensor | None
     """The number of entries of each row in `kept_ids`, int64 [R]; None without `kept_ids`."""
 

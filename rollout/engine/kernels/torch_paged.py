@@ -77,13 +77,13 @@ class _Tile:
     """A tile: B consecutive sequences with T query positions each."""
 
     queries: slice
-    """The indices of the B*T queries among the step's packed positions."""
+    """The indices of the tile's queries among the step's packed positions."""
     blocks: Tensor
-    """The block ids, N per sequence, int64 [B*N]."""
+    """The ids of the KV blocks of the tile's B sequences, N blocks per sequence, int64 [B*N]."""
     positions: Tensor
-    """The position of each query in its sequence, int64 [B, 1, T, 1]."""
+    """The position in its sequence of each of the T queries of B sequences, int64 [B, 1, T, 1]."""
     last: Tensor
-    """The last position that each query attends to, int64 [B, 1, T, 1]."""
+    """The last position that each of the T queries of B sequences attends to, int64 [B, 1, T, 1]."""
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, keys: int, window: int | None, groups: int) -> Tensor:

@@ -75,7 +75,7 @@ def table_columns(tokens: int, block_size: int) -> int:
 
 
 def num_parts(positions: NDArray[np.int64]) -> int:
-    """Return the total number of parts into which all decoding rows' keys are split. Row r is at positions[r]."""
+    """Return the total number of parts into which decoding rows' keys are split. Row r has keys up to positions[r]."""
     return int((positions // decode_parts.SPLIT + 1).sum())
 
 

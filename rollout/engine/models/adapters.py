@@ -115,7 +115,7 @@ def _check_kind(config: Any) -> None:
     if config.get("bias", "none") != "none":
         named["bias"] = config["bias"]
     if config.get("init_lora_weights") not in _PLAIN_INITS:
-        # Reject this initialisation, which has changed the base weights. `save_pretrained` of PEFT can convert the adapter,
+        # Reject this initialisation, which has changed the base weights. PEFT's `save_pretrained` can convert the adapter,
         # with the argument `path_initial_model_for_weight_conversion`.
         named["init_lora_weights"] = config["init_lora_weights"]
     if named:

@@ -263,9 +263,9 @@ class Installation:
 
 
 class _Switched(str):
-    """The name of a model's own attention implementation, as a string that has another value in the engine's forward pass.
+    """The name of a model's own attention implementation, which acts as the name `ours` during an engine's forward pass.
 
-    On a thread that runs this pass, it equals the name `ours`. Copying or pickling it gives the model's own name.
+    This affects only the thread that runs the pass. Copying or pickling the object gives the model's own name.
     """
 
     ours: str

@@ -40,7 +40,7 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def function_of(mask: Tensor) -> MaskFunction | None:
-    """Return the function that `probe_mask` attached to a mask or to the tensor that it is a view of; None without one."""
+    """Return the function that `probe_mask` attached to a mask or, for a view, to its base; None if there is none."""
     function: MaskFunction | None = getattr(mask, "rollout_mask_function", None)
     return function if function is not None or mask._base is None else function_of(mask._base)
 

@@ -46,7 +46,7 @@ class RecurrentLayers:
         with_state = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
         stateful = {index for index, layer in enumerate(layers) if isinstance(layer, with_state)} - stateless
         arguments = inspect.signature(model.forward).parameters
-        # Try these first: transformers 5.24 renames `past_key_values` to `cache`, which older Mambas call `cache_params`.
+        # Try these first: transformers 5.24 renames `past_key_values` to `cache`, and older Mambas call it `cache_params`.
         argument = next((name for name in ("cache_params", "cache") if name in arguments), "past_key_values")
         return cls(frozenset(stateful), frozenset(stateless), argument)
 

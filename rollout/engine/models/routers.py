@@ -21,13 +21,13 @@ from rollout.engine.memory.kv_cache import RouteShape
 from rollout.errors import UnsupportedModelError
 
 Record = Callable[[int, Tensor], None]
-"""A function that receives the index of a router and the experts [P, k] that it chose in one forward pass."""
+"""A function that receives a router's index and the k experts that it chose for each of P positions, [P, k]."""
 
 _TOPK = frozenset({torch.topk, Tensor.topk})
 
 
 class Routers:
-    """The routers of one model, in layer order. `shape` is (number of routers, k, number of experts)."""
+    """The routers of one model, in layer order. `shape` is (routers, chosen experts per position, all experts)."""
 
     def __init__(self, modules: list[nn.Module], shape: RouteShape) -> None:
         self.modules = modules
@@ -46,7 +46,7 @@ class Routers:
 
 
 def chosen_experts(router: nn.Module, output: Any, top_k: int) -> Tensor:
-    """Return the chosen experts [P, k] from a router's output.
+    """Return the k experts chosen for each of P positions, [P, k], from a router's output.
 
     Raises:
         UnsupportedModelError: the output is not (logits, weights, indices).

@@ -20,7 +20,7 @@ SECONDS = "second_per_grid_ts"
 
 
 class GridFamily(Family):
-    """The Muse Glimmer family: one tensor has the patches of all images (or videos), another has each image's grid size."""
+    """The Muse Glimmer family, with one tensor for the patches of all images (or videos) and one for grid sizes."""
 
     types: ClassVar[tuple[str, ...]] = ("muse_glimmer",)
     images: tuple[str, ...] = (PIXELS, "image_grid_thw")

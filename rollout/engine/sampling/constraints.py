@@ -35,7 +35,7 @@ class Allowed:
     rows: list[int]
     """The indices of the constrained rows among the sampled rows of the step, ascending."""
     bits: Bits
-    """The mask of each row in `rows`."""
+    """The mask of allowed tokens of each row in `rows`, one bit per token."""
     failed: dict[int, str]
     """The reasons why rows cannot continue under their constraint, by row. Such a row gets no token."""
 

@@ -68,7 +68,7 @@ class Sampled:
     top_logprobs: Tensor | None
     """[R, k] float32, the log-probs of `top_ids` in the distribution of `logprobs`; -inf if a filter removed it."""
     kept_ids: Tensor | None = None
-    """[K] int32, the ids that could be drawn, ascending in each row that requests them; None if no row requests them."""
+    """[K] int32, the token ids that could be drawn, joined for all rows that request them; None if no row requests them."""
     kept_counts: Tensor | None = None
     """[R] int64, the number of `kept_ids` of each row; None without `kept_ids`."""
 
@@ -244,7 +244,7 @@ def _drawn(
     """Draw one token per row from float32 scores [R, V], the edited logits.
 
     Returns:
-        (token ids [R, 1], log-sum-exp of the scores, score of each token, scores of the final distribution, kept tokens).
+        (token ids [R, 1], log-sum-exp of the scores, score of each token, scores of the final distribution, `Sets`).
         The last two are None unless `wanted` requires them.
     """
     relative, peak, greedy_ids, listed, kept = _relative(scores, rows, wanted)
@@ -261,7 +261,7 @@ def _relative(
     """Compute each token's probability relative to the most likely token of its row.
 
     Returns:
-        (relative probabilities, largest score, most likely tokens, scores of the final distribution, kept tokens). The
+        (relative probabilities, largest score, most likely tokens, scores of the final distribution, `Sets`). The
         relative probabilities are 0 for filtered tokens, and in C blocks per row [R, C, BLOCK]. The largest score is [R, 1],
         the most likely tokens are ids [R] (None if no row is greedy). The last two are None unless `wanted` requires them.
     """

@@ -54,7 +54,7 @@ class SamplingRows:
         scratch: Scratch,
         device: torch.device,
     ) -> None:
-        """Wrap the parameters of R rows of the table. `columns` has an array of R values for every name in `_COLUMNS`."""
+        """Wrap the parameters of the R table rows in `rows`. `columns` has R values for every name in `_COLUMNS`."""
         self._source = rows, columns, keys, biases
         self.scratch = scratch
         self._parts: tuple[int, list[SamplingRows]] = len(rows), [self]

@@ -20,7 +20,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 def logits_of(model: Any, windows: Sequence[int | None], ids: Tensor, packing: Packing, keep: int | Tensor) -> Tensor:
-    """Return the logits of the kept columns of a batch, [B, kept columns, vocabulary size], 0 at padding.
+    """Return the logits of the columns that `keep` selects, [B, kept columns, vocabulary size]. They are 0 at padding.
 
     Args:
         model: a causal language model that the fused forward pass supports.

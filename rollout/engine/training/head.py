@@ -322,7 +322,7 @@ class _Columns:
 
 
 class _Rows:
-    """The tiles of the output of any other head: some rows and all columns. For the arguments, see `_Columns`."""
+    """The tiles of a head that is not a plain linear layer: each has some rows, all columns. Arguments: see `_Columns`."""
 
     def __init__(self, lane: _Lane, states: Tensor, parameters: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self._lane, self._states, self._parameters, self._backward = lane, states, parameters, bool(needed)

@@ -264,7 +264,7 @@ def _attention_gradients(
     """Compute the gradients of query, key and value.
 
     Args:
-        upstream: gradient of the output, [b, H, L, D].
+        upstream: gradient of the output, [b, H, L, D], for b sequences of length L.
         parts: query [b, H, L, D], key and value [b, Hkv, L, D], output [b, H, L, D], and its log-sum-exps [b, H, L].
         window: see `attention`.
         scaling: see `attention`.

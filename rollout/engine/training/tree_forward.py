@@ -86,7 +86,7 @@ class _Path:
 
 
 class _Extend(torch.autograd.Function):
-    """Appends keys and values to a path. The backward pass adds up the gradients of all keys and values of the path."""
+    """The autograd function that appends keys and values to a path. Its backward pass sums the gradients of the path."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, path: _Path, start: int) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ class ShardedWeights(GatheredWeights):
     """FSDP2 weights. `gather` unshards every module to which `fully_shard` was applied, until `release` reshards it.
 
     While gathered, the weights take the memory of the shards and of one whole model in the dtype of the mixed-precision
-    policy. `state_dict` always returns the shards. A parameter that is also tensor-parallel stays split by it.
+    policy. `state_dict` always returns the shards. A parameter that is also tensor-parallel keeps its tensor-parallel split.
 
     Raises:
         UnsupportedModelError: a parameter is a DTensor that FSDP2 does not manage, or its parallelism is not supported.

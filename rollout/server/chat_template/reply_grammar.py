@@ -1,7 +1,7 @@
 """The constraint on a chat reply, built from `response_format`, strict tools and a forced tool call.
 
 - A JSON reply may begin with reasoning. If there are tools, the reply may consist of calls instead.
-- A forced call is one complete call of an offered function. It is supported in every tool-call format.
+- A call that `tool_choice` forces is one complete call of an offered function. It is supported in every tool-call format.
 - A free call, to which the model is not forced, is constrained only in the Hermes format. That format writes a call as JSON
   between two tags. In other formats `strict` has no effect on free calls.
 """

@@ -33,7 +33,7 @@ class ToolFormat:
     closed: bool = False
     """Whether calls without the closing text after them are content, because truncated calls would look complete."""
     named: str
-    """The beginning of a call forced by `tool_choice`. NAME is replaced by the function's name in JSON, BARE by the name."""
+    """The start of a call forced by `tool_choice`. NAME is replaced by the quoted function name, BARE by the plain name."""
     ending: tuple[str, ...] = ()
     """The texts after the arguments of a call forced by `tool_choice`, with optional white space before each."""
     one_call_ends_at: str = ""

@@ -45,7 +45,7 @@ class TokenTexts:
         return b"" if self._known is None else self._known.of(token)
 
     def shown(self, token: int, *, first: bool) -> bytes:
-        """Return the bytes that a token adds to the text, none if special. The `first` one may lose its leading space."""
+        """Return the bytes that a token adds to the text; none if it is special. The `first` may lose its leading space."""
         if self._known is None or token in self.special:
             return b""
         if first and not self._known.byte_level:

@@ -29,7 +29,7 @@ _CALLERS_FAULT = re.compile(r"InvalidRequestError: (?:request \d+ sample \d+: )?
 
 
 def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """Merge queued deltas to one per sample, in order of first appearance. A restarted sample loses its earlier deltas."""
+    """Merge queued deltas into one per sample, in order of first appearance. A restarted sample loses its earlier deltas."""
     if len(deltas) == 1:
         return list(deltas)
     waiting: dict[int, list[TextDelta]] = {}
