@@ -261,7 +261,7 @@ def peak_bytes(runner: ModelRunner, tokens: int, longest: int, rows: int) -> int
 
 
 def bytes_to_come(runner: ModelRunner) -> int:
-    """Return the bytes to reserve for CUDA graphs, in addition to a step's peak. See `GraphedDecode.bytes_to_come`."""
+    """Return the bytes to reserve for captured and later CUDA graphs, in addition to a step's peak; 0 without graphs."""
     return 0 if runner.graphs is None else runner.graphs.bytes_to_come
 
 

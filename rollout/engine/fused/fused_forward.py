@@ -37,7 +37,7 @@ class FusedForward:
     Args:
         cache: the KV cache, read and written by every step.
         library: the C++ library; see `cpu_library.load`.
-        exact, states: see `Bound`.
+        exact, states: whether exact mode must support the model, and the pool of recurrent states; see `Bound`.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class Examined(NamedTuple):
 
 
 def inspect_model(model: nn.Module, max_sequence_length: int | None = None) -> ModelLayout:
-    """Return the properties of a supported model; see `examine`.
+    """Return the properties of a model, which must meet all requirements of the engine.
 
     Raises:
         UnsupportedModelError: the model does not meet some requirements; the message lists them, one per line.

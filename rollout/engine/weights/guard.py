@@ -35,7 +35,7 @@ class WeightsGuard:
         rebuild_due: whether FSDP2 has sharded the weights since the engine was built.
 
     Raises:
-        UnsupportedModelError: see `weights_of`.
+        UnsupportedModelError: the weights cannot be gathered, or the requested copy cannot be made.
     """
 
     def __init__(

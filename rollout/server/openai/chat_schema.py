@@ -162,7 +162,7 @@ class FunctionDefinition(Body):
     parameters: dict[str, JsonValue] | None = None
     """JSON schema of the arguments."""
     strict: bool = False
-    """Whether arguments must match `parameters`. Enforced if `tool_choice` forces a call or the template has Hermes' format."""
+    """Whether arguments must match `parameters`. Enforced if `tool_choice` forces a call or the template is Hermes'."""
 
 
 class Tool(Body):
