@@ -18,7 +18,7 @@ def replayed(trainer: Any, asked: bool | None, routes: bool) -> str | None:
         routes: whether the engine records expert routes. These are replayed even without truncation.
 
     Raises:
-        ConfigError: replay is requested, but kept tokens cannot be replayed or there are no kept tokens; or routes are
+        ConfigError: replay is requested, but an option prevents it or there is nothing to replay. Or expert routes are
             recorded, but cannot be replayed or `asked` is False.
     """
     if routes:

@@ -104,8 +104,8 @@ class SampleDelta:
     text: str | None = _column("a string", str, join=_last)
     """The text of the whole completion. None unless the sample has finished and the engine detokenises."""
     routes: bytes | None = _column("bytes", bytes, join=b"".join)
-    """The expert routes of the positions that the tokens were sampled from, packed by `pack_routes`, if the engine records
-    routes. The first token after KV was computed, or computed again, comes with the routes of all positions before it."""
+    """The experts chosen at the positions that the tokens were sampled from, packed by `pack_routes`. None unless recorded.
+    The first token after KV was computed, or computed again, comes with the experts of all positions before it."""
     outcome: bytes | None = _column("bytes", bytes, join=_last)
     """The packed `rollout.distributed.protocol.outcome.Outcome`. None unless the sample has finished."""
     events: bytes | None = _column("bytes", bytes, join=b"".join, outlives_restart=True)
@@ -224,7 +224,7 @@ COLUMNS: dict[str, Column] = {
 class DeltaJoin:
     """A builder that joins consecutive deltas of one sample, added whole (`add_delta`) or field by field (`add`, `put`).
 
-    If an added part starts at token 0, earlier parts are dropped, except for columns with `outlives_restart`.
+    If an added part starts at token 0, earlier parts are dropped, except for optional fields with `outlives_restart`.
     """
 
     __slots__ = ("_columns", "_log_probs", "_num_events", "_prompt_version", "_start", "_token_ids", "_versions", "key")

@@ -34,7 +34,7 @@ class _Deferral:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Call the original handler if more Ctrl-C presses are pending than may wait, unless this code is shielded."""
+        """Call the original handler if more Ctrl-C presses are pending than may wait, unless interrupts are forbidden."""
         if self.presses > self.waiting and not self.shielded:
             self.presses = self.waiting
             self.handler(signal.SIGINT, None)
