@@ -41,7 +41,7 @@ class ModuleForward:
     Args:
         vision: the model's image support, which prepares the inputs of steps with images.
         values: the collector of hidden states, from which the user's function computes values of sampled tokens.
-        states: the pool of recurrent states.
+        states: the pool that holds the recurrent states of all sequences.
         routers: the routers, whose chosen experts are recorded in the cache. If None, the choices are not recorded.
 
     Attributes:

@@ -89,7 +89,7 @@ class TritonPaged:
         """Write K and V into their slots, in the dtype of the cache.
 
         Args:
-            key: [P, Hkv, D], in any floating dtype.
+            key: [P, Hkv, D] for P positions and Hkv key-value heads, in any floating dtype.
             value: [P, Hkv, Dv], in any floating dtype.
             write_index: slot mapping, int32 or int64 [P]: block * block_size + offset, all different. A position with a
                 negative entry is not written.
@@ -120,7 +120,7 @@ class TritonPaged:
         """Compute the attention of one query position in each of B sequences.
 
         Args:
-            query: [B, H, D].
+            query: [B, H, D] with H query heads of size D.
             table: block ids, [B, width].
             parts: the parts of each row's keys, computed once for all layers. A padding row has no parts.
 
@@ -167,7 +167,7 @@ class TritonPaged:
         per step, and would not fit the fixed shapes of a captured graph.
 
         Args:
-            query: [P, H, D], the chunks packed one after the other.
+            query: [P, H, D] with H query heads of size D, the chunks packed one after the other.
             table: block ids, [R, width].
             begins: index of each chunk's first query, followed by the end of the last chunk, int32 or int64 [R + 1]. Empty
                 chunks are padding.

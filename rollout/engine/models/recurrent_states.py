@@ -85,7 +85,7 @@ class StateRows(_NoKV):
 
     Args:
         pool: the state pool.
-        slots: slot of each sequence in the pool, [B], all different.
+        slots: slot of each sequence in the state pool, [B], all different.
     """
 
     def __init__(self, pool: StatePool, slots: NDArray[np.int32]) -> None:
@@ -122,7 +122,7 @@ class StateRows(_NoKV):
         return self._row(StateKey(layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def flush(self) -> None:
-        """Write the states back into the pool if they are copies. If they are views of the pool, do nothing."""
+        """Write the states back into the state pool if they are copies. If they are views of the pool, do nothing."""
         if self._index is not None:
             for key, row in self._rows.items():
                 self._pool.state(key).index_copy_(0, self._index, row)

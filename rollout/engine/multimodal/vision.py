@@ -155,7 +155,7 @@ class Vision:
     def _placed(
         self, items: Sequence[ImageItem], kinds: NDArray[np.int64]
     ) -> tuple[list[ImageItem], NDArray[np.int64]]:
-        """Return the items in the order of their placeholders, and the positions of all placeholders in the prompt.
+        """Return the items (images, tiles or videos) in placeholder order, and the prompt positions of all placeholders.
 
         Args:
             items: the items of the prompt.
@@ -251,7 +251,7 @@ class Vision:
             first += item.count
 
     def _encode(self, item: ImageItem) -> Embeddings:
-        """Compute the embeddings of an item. The caller must disable gradients."""
+        """Compute the embeddings of an item (image, tile or video). The caller must disable gradients."""
         assert self.family is not None
         made = self.family.encode(item, self._device)
         if len(made[0]) != item.count:

@@ -106,7 +106,7 @@ class Constraints:
         """Return the masks of the rows whose slots are constrained, or None if no slot is constrained.
 
         Args:
-            slots: [R], the slot of each row.
+            slots: [R], the slot (row of the sequence table) of each sampled row.
             tokens: [S, C], the prompt and completion tokens of every slot.
             origin: [S], the index of the first completion token of every slot.
             length: [S], the number of tokens of every slot.

@@ -239,7 +239,7 @@ class _Asked(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A model's head in one forward pass, with all that is needed to compute its output in tiles."""
+    """A model's head (its output embeddings) in one forward pass, with all that is needed to compute its output in tiles."""
 
     original: Callable[[Tensor], Tensor]
     """The head's own `forward`."""

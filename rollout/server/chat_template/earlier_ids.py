@@ -144,9 +144,9 @@ def _token_ids(rollout: Mapping[str, Any], name: str, where: str, vocab_size: in
 def text_behind_reply(messages: list[Message], index: int, write: Write, special_texts: Collection[str]) -> str | None:
     """Return the text that the template `write` renders after the reply `messages[index]`, from the reply's end of turn on.
 
-    A mark replaces the reply's content, or the arguments of its last tool call. The call itself stays, because templates may
-    treat the messages after a call differently. The text that closes a call belongs to the reply, so the reply ends at the
-    first special token (one of `special_texts`) after the mark. Returns None if the text cannot be determined.
+    A unique mark replaces the reply's content, or the arguments of its last tool call. The call itself stays, because
+    templates may treat the messages after a call differently. The text that closes a call belongs to the reply, so the
+    reply ends at the first special token (one of `special_texts`) after the mark. Return None if the text is not found.
     """
     mark, reply = _mark(), messages[index]
     if "tool_calls" not in reply:
