@@ -120,6 +120,16 @@ static inline int64_t piece_of(int64_t depth) {
     return count < 2 ? depth : (depth / count + 63) / 64 * 64;
 }
 
+// The same with a piece of long rows: out [rows][QUADS] receives the sums, or has them added. Compiled once per type.
+template <typename T>
+__attribute__((noinline)) static void piece_tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads,
+                                                  int64_t depth, const Next<T>& next, vec4* out, bool add) {
+    tiles(a, a_stride, rows, b, quads, depth, next, [&](int64_t row, int64_t q, vec4 v) INLINE {
+        vec4& sum = out[row * QUADS + q];
+        sum = add ? sum + v : v;
+    });
+}
+
 // A single tile of a against rows [begin, end) of b, which are read on as they lie in memory: nothing is used again.
 template <typename T, typename Use>
 static inline void narrow_product(const T* a, int64_t rows, const T* b, int64_t begin, int64_t end, int64_t columns, int64_t depth, Use&& use) {
@@ -153,35 +163,29 @@ static inline void product(const T* a, int64_t first, int64_t count, const T* b,
                               [&](int64_t row, int64_t n, vec4 v, int64_t real) { use(first + row, n, v, real); });
     constexpr int64_t WIDTH = 4 * QUADS;
     const int64_t piece = piece_of<T>(depth);
-    // A piece of WIDTH rows of b, and per row and quad the sums of earlier pieces. Rows that lie a power of two apart displace
-    // each other from the cache, copies side by side do not.
-    T* copies = nullptr;
-    if (piece < depth) copies = reinterpret_cast<T*>(team::scratch<float>((NEAR_BYTES / 4 + count) * WIDTH));
-    vec4* earlier = reinterpret_cast<vec4*>(reinterpret_cast<char*>(copies) + WIDTH * NEAR_BYTES);
+    // A piece of WIDTH rows of b, and the sums per row and quad. Rows that lie a power of two apart displace each other from
+    // the cache, copies side by side do not.
+    const bool whole = piece >= depth;
+    T* copies = whole ? nullptr : reinterpret_cast<T*>(team::scratch<float>((NEAR_BYTES / 4 + count) * WIDTH));
+    vec4* out = reinterpret_cast<vec4*>(reinterpret_cast<char*>(copies) + WIDTH * NEAR_BYTES);
     for (int64_t n = begin; n < end; n += WIDTH) {
         const int64_t real = std::min(WIDTH, end - n), quads = (real + 3) / 4;
+        const auto done = [&](int64_t row, int64_t q, vec4 v) INLINE { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); };
         for (int64_t k = 0; k < depth; k += piece) {
             const int64_t deep = std::min(piece, depth - k);
-            const bool last = k + piece >= depth;
             const T* quad[QUADS][4];
             for (int64_t i = 0; i < 4 * quads; i++) {
                 const T* row = b + (n + std::min(i, real - 1)) * depth + k;
-                quad[i / 4][i % 4] = copies ? static_cast<const T*>(std::memcpy(copies + i * piece, row, deep * sizeof(T))) : row;
+                quad[i / 4][i % 4] = whole ? row : static_cast<const T*>(std::memcpy(copies + i * piece, row, deep * sizeof(T)));
             }
-            const auto done = [&](int64_t row, int64_t q, vec4 v) INLINE { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); };
-            const Next<T> next = last ? Next<T>{b + (n + WIDTH) * depth, depth, std::clamp<int64_t>(columns - n - WIDTH, 0, WIDTH)}
-                                      : Next<T>{b + n * depth + k + piece, depth, real};
-            if (!copies) {
-                tiles(a + first * depth, depth, count, quad, quads, depth, next, done);
-                continue;
-            }
-            tiles(a + first * depth + k, depth, count, quad, quads, deep, next, [&](int64_t row, int64_t q, vec4 v) INLINE {
-                vec4& sum = earlier[row * QUADS + q];
-                if (k > 0) v += sum;
-                if (last) done(row, q, v);
-                else sum = v;
-            });
+            const Next<T> next = k + piece < depth
+                ? Next<T>{b + n * depth + k + piece, depth, real}
+                : Next<T>{b + (n + WIDTH) * depth, depth, std::clamp<int64_t>(columns - n - WIDTH, 0, WIDTH)};
+            if (whole) tiles(a + first * depth, depth, count, quad, quads, depth, next, done);
+            else piece_tiles(a + first * depth + k, depth, count, quad, quads, deep, next, out, k > 0);
         }
+        for (int64_t row = 0; row < count && !whole; row++)
+            for (int64_t q = 0; q < quads; q++) done(row, q, out[row * QUADS + q]);
     }
 }
 
