@@ -1,7 +1,7 @@
-// The operations of the fused forward one at a time, for a training forward whose rows get the same bits.
+// The operations of the fused forward, one at a time. A trainer's forward that uses them computes the same bits for each row.
 //
-// Each calls the function that the fused forward calls, and a row's bits do not depend on the rows beside it. Attention has an
-// entry point of its own.
+// Each operation calls the same function as the fused forward, and the bits of a row do not depend on the other rows. Attention
+// has its own entry point.
 
 #pragma once
 
@@ -10,19 +10,19 @@
 #include "cpu_team.h"
 
 struct Product {
-    const void *in, *weight, *bias;  // [rows, depth], [columns, depth], [columns] or null
-    const int64_t* places;           // [rows], row of `out` for each row of `in`; null: the same row
+    const void *in, *weight, *bias;  // in: [rows, depth]; weight: [columns, depth]; bias: [columns] or null
+    const int64_t* places;           // [rows], index in `out` of each row of `in`; null: the same index
     void* out;                       // [at least rows, columns]
     int64_t rows, depth, columns;
 };
 
 struct RowWise {
-    const void *in, *other;         // [rows, width]; other: a norm's weight [width], or what silu(in) is multiplied by [rows, width]
+    const void *in, *other;         // [rows, width]; other: the weight of a norm [width], or the factor of silu(in) [rows, width]
     void* out;                      // [rows, width]
-    const void *cosines, *sines;    // of a rotation: [positions, width]
-    const int64_t* positions;       // of a rotation: [rows / heads]
-    int64_t rows, width, heads;     // of a rotation: consecutive rows of one position
-    float epsilon;                  // of a norm
+    const void *cosines, *sines;    // rotary tables [positions, width]
+    const int64_t* positions;       // [rows / heads], used by the rotary embedding
+    int64_t rows, width, heads;     // heads: number of consecutive rows with the same position
+    float epsilon;                  // used by the norm
 };
 
 template <typename T>
@@ -32,7 +32,7 @@ static void linear(const Product& p, const team::Crew& crew) {
            [&](int64_t row, int64_t n, vec4 v, int64_t real) { keep(p.places ? p.places[row] : row, n, v, real); });
 }
 
-// use(where row's elements begin, row)
+// Calls use(offset of the row's first element, row) for each row.
 template <typename Use>
 static void each_row(const RowWise& r, const team::Crew& crew, Use&& use) {
     rows_of(r.rows, r.width, crew, [&](int64_t row) { use(row * r.width, row); });

@@ -1,5 +1,5 @@
-// Entry points for Python: a draw from logits, attention alone (for a model that runs its own forward), attention over a
-// prefix tree with its backward (for a trainer's own pass), the whole forward of a decoder, and its parts.
+// The functions that Python calls: sampling, attention (for a model that runs its own forward), attention over a prefix tree
+// with its backward (for a trainer's own pass), the whole forward of a decoder, and its operations one at a time.
 
 #include "cpu_attention.h"
 #include "cpu_decode.h"
@@ -20,7 +20,7 @@ void rollout_forward(const Model* m, const Step* s, int is_bfloat16) {
     else Forward<float>{*m, *s, crew}.run();
 }
 
-// Returns the number of tasks.
+// Returns the number of parallel tasks.
 int64_t rollout_attention(const Attention* a, int64_t threads, int is_bfloat16) {
     const std::vector<Task> tasks = plan(*a);
     const team::Crew crew(threads);
@@ -41,13 +41,13 @@ void rollout_tree_backward(const tree::Attention* a, int64_t threads, int is_bfl
     else tree::backward<float>(*a, crew);
 }
 
-// Returns the number of kept ids.
+// Returns the number of token ids written to `kept`.
 int64_t rollout_draw(const Draw* d, int64_t threads, int is_bfloat16) {
     const team::Crew crew(threads);
     return is_bfloat16 ? draw<bf16>(*d, crew) : draw<float>(*d, crew);
 }
 
-// Returns the number of steps made.
+// Returns the number of decode steps that were made.
 int64_t rollout_decode(const Model* m, const Step* s, const Draw* d, const Decode* run, int is_bfloat16) {
     return is_bfloat16 ? decode<bf16>(*m, *s, *d, *run) : decode<float>(*m, *s, *d, *run);
 }

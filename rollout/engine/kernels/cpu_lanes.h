@@ -1,4 +1,4 @@
-// Vectors as wide as the processor's, float32 or bfloat16 in memory, float32 in registers. GCC and Clang.
+// Vectors of the processor's width, loaded from float32 or bfloat16 and computed in float32. Requires GCC or Clang.
 
 #pragma once
 
@@ -26,7 +26,7 @@ typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t uvec4 __attribute__((vector_size(16)));
 typedef uint16_t hvec4 __attribute__((vector_size(8)));
 
-typedef uint16_t bf16;  // the upper half of a float32
+typedef uint16_t bf16;  // the bits of a bfloat16, which are the upper half of a float32
 
 static inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
 static inline vec load(const bf16* p) {
@@ -47,7 +47,7 @@ static inline float load_one(const bf16* p) {
     std::memcpy(&out, &wide, sizeof(out));
     return out;
 }
-// The first `count` lanes from memory, zeros behind them.
+// Loads `count` elements into the first lanes and sets the other lanes to zero.
 template <typename T>
 static inline vec load_first(const T* p, int64_t count) {
     T padded[LANES] = {};
@@ -61,7 +61,7 @@ static inline vec load_first(const float* p, int64_t count) {
 #endif
 
 static inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
-// The bits of bfloat16s in the upper halves: to nearest, ties to even; NaN stays NaN.
+// Rounds to bfloat16 (to nearest, ties to even; NaN stays NaN). The result is the upper half of each lane; ignore the lower half.
 template <typename Bits, typename Floats>
 static inline Bits nearest(Floats v) {
     Bits bits, is_nan;
@@ -91,7 +91,7 @@ static inline void store_first(T* p, vec v, int64_t count) {
     std::memcpy(p, padded, count * sizeof(T));
 }
 
-// Rounds to type T, as the module does after every operation.
+// Rounds to type T, as the PyTorch module does after each of its operations.
 template <typename T>
 static inline vec rounded(vec v) {
     if constexpr (sizeof(T) == 4) return v;
@@ -107,7 +107,7 @@ static inline float rounded(float v) {
     return load_one(&held);
 }
 
-// Four at a time.
+// The same operations for vectors of four elements.
 static inline vec4 load_four(const float* p) { return *reinterpret_cast<const vec4*>(p); }
 static inline vec4 load_four(const bf16* p) {
     hvec4 narrow;
@@ -120,7 +120,7 @@ static inline vec4 load_four(const bf16* p) {
 static inline void store_four(float* p, vec4 v) { *reinterpret_cast<vec4*>(p) = v; }
 static inline void store_four(bf16* p, vec4 v) {
 #if WIDE && defined(__AVX512BF16__) && defined(__AVX512VL__)
-    // The instruction takes numbers below 2^-126 for zero, as the products do whose sums these are.
+    // This instruction treats magnitudes below 2^-126 as zero, as do the bfloat16 products whose sums are stored here.
     const __m128bh narrow = _mm_cvtneps_pbh((__m128)v);
     std::memcpy(p, &narrow, sizeof(hvec4));
 #else
@@ -144,7 +144,7 @@ typedef int32_t ivec4 __attribute__((vector_size(16)));
 #define SHUFFLE4(a, b, i, j, k, l) __builtin_shuffle(a, b, ivec4{i, j, k, l})
 #endif
 
-static inline vec4 quarter(vec v) {  // sum of its four-lane parts
+static inline vec4 quarter(vec v) {  // returns the sum of the four-lane parts of v
     vec4 out;
     std::memcpy(&out, &v, sizeof(out));
     for (int i = 1; i < LANES / 4; i++) {
@@ -155,7 +155,7 @@ static inline vec4 quarter(vec v) {  // sum of its four-lane parts
     return out;
 }
 
-// Horizontal sums of four vectors, in one vector.
+// Returns the horizontal sums of four vectors, in one vector.
 static inline vec4 sums(vec a, vec b, vec c, vec d) {
 #if WIDE
     __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
@@ -187,15 +187,15 @@ static inline float largest(vec v) {
 #endif
 }
 
-// 0, 1, 2, ...
+// Returns the lane numbers 0, 1, 2, ...
 static inline ivec lane_numbers() {
     ivec out = {};
     for (int i = 0; i < LANES; i++) out[i] = i;
     return out;
 }
 
-// exp(x): 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes expf, S. Moshier). Below -87: 0. Above 88: inf. NaN stays NaN.
-// SMALL: x is at most 88.
+// exp(x) = 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes expf, S. Moshier). The result is 0 for x below -87, inf for x above
+// 88, and NaN for NaN. With SMALL, x must be at most 88, which saves a check.
 template <bool SMALL = false>
 static inline vec exponential(vec x) {
     const vec low = vec{} - 87.0f, high = vec{} + 88.0f;
@@ -224,7 +224,7 @@ static inline vec exponential(vec x) {
     else return overflows ? vec{} + INFINITY : p;
 }
 
-// tanh(x), accurate near 0 too: a polynomial below 0.625, 1 - 2 / (exp(2|x|) + 1) above (Cephes tanhf, S. Moshier).
+// tanh(x) (Cephes tanhf, S. Moshier): a polynomial if |x| < 0.625, to be accurate near 0, otherwise 1 - 2 / (exp(2|x|) + 1).
 static inline vec hyperbolic_tangent(vec x) {
     const vec size = x < 0.0f ? -x : x, z = x * x;
     const vec far = 1.0f - 2.0f / (exponential(size * 2.0f) + 1.0f);
@@ -236,7 +236,7 @@ static inline vec hyperbolic_tangent(vec x) {
     return size < 0.625f ? p * z * x + x : (x < 0.0f ? -far : far);
 }
 
-// x · y accumulated over the lanes: STEP elements of each at a time.
+// One step of a dot product: `add` adds the products of STEP elements of x and y to the lanes of `sum`.
 template <typename T>
 struct Dot {
     static constexpr int STEP = LANES;

@@ -1,4 +1,4 @@
-// Linear layers of a decoder: the weight of nn.Linear or of Conv1D, a bias, and a low-rank adapter (LoRA, arXiv 2106.09685).
+// Linear layers of a decoder: a weight in the layout of nn.Linear or Conv1D, a bias, and a LoRA adapter (arXiv 2106.09685).
 
 #pragma once
 
@@ -11,19 +11,19 @@
 #include "cpu_rows.h"
 
 struct Adapter {
-    const void *down, *up;  // [rank, depth], [columns, rank]; null: none
+    const void *down, *up;  // [rank, depth], [columns, rank]; null: no adapter
     int64_t rank;
     float scaling;
-    int32_t wide;           // whether both are float32, whatever the type of the activations
+    int32_t wide;           // whether `down` and `up` are float32 even if the activations are bfloat16
 };
 
 struct Linear {
-    const void *weight, *bias;  // [columns, depth], or, with a stride, [depth, columns]; [columns] or null
-    int64_t stride;             // elements from one row of Conv1D's weight to the next; 0: nn.Linear's weight
+    const void *weight, *bias;  // weight: [columns, depth], or [depth, columns] if `stride` is not 0; bias: [columns] or null
+    int64_t stride;             // elements from one row of Conv1D's weight to the next; 0: the layout of nn.Linear
     Adapter adapter;
 };
 
-// Columns of b, whose rows lie apart, as operands of a product: TOGETHER rows of it at a time, ACROSS columns in two vectors.
+// Operands of a product with b [depth, columns]: TOGETHER rows of b at a time, and ACROSS columns in two vectors.
 constexpr int64_t ACROSS = 2 * LANES;
 template <typename T>
 struct Across {
@@ -42,7 +42,7 @@ template <>
 struct Across<bf16> {
     static constexpr int64_t TOGETHER = 2;
     typedef __m512bh Operand;
-    // below: the next row; null: none
+    // `below` is the next row of b, or null after the last row.
     static inline void take(const bf16* b, const bf16* below, int64_t columns, Operand (&out)[2]) {
         const __mmask32 real = static_cast<__mmask32>((1ull << columns) - 1);
         const __m512i x = _mm512_maskz_loadu_epi16(real, b);
@@ -56,7 +56,7 @@ struct Across<bf16> {
         return (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair));
     }
     static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
-    // Interleaving works on groups of eight columns, and leaves four of each in either half.
+    // `take` puts the first four of every eight columns into `low` and the other four into `high`. This restores their order.
     static inline void order(vec& low, vec& high) {
         const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -67,7 +67,7 @@ struct Across<bf16> {
 };
 #endif
 
-// sums[M][ACROSS] += M rows of a times `deep` rows of b, taken as `block`.
+// sums[M][ACROSS] += M rows of a times `deep` rows of b, whose operands are in `block`.
 template <int M, typename T>
 static inline void tile_across(const T* a, int64_t a_stride, const typename Across<T>::Operand (*block)[2], int64_t deep, float* sums,
                                Ahead& ahead) {
@@ -94,9 +94,9 @@ static inline void tile_across(const T* a, int64_t a_stride, const typename Acro
 
 constexpr int64_t DEEP = 64;  // rows of b per block
 
-// Like `product`, with b [depth, columns] whose rows are `stride` apart; use(row, n, vector of sums from n on, how many are
-// real). A block of b stays in the first-level cache while all rows of a are multiplied with it and the next one is fetched,
-// row by row: of lines that do not lie side by side memory reads half as many in the same time.
+// Like `product`, for b [depth, columns] with rows `stride` elements apart. Calls use(row, n, vector of the sums from column n
+// on, how many of them exist). A block of b stays in the first-level cache while all rows of a are multiplied by it. Meanwhile
+// the next block is fetched row by row, because memory reads contiguous lines twice as fast as scattered lines.
 template <typename T, typename Use>
 static void product_across(const T* a, int64_t first, int64_t count, const T* b, int64_t stride, int64_t begin, int64_t end,
                            int64_t depth, Use&& use) {
@@ -111,7 +111,7 @@ static void product_across(const T* a, int64_t first, int64_t count, const T* b,
     Ahead ahead;
     for (int64_t k = 0; k < depth; k += DEEP) {
         const int64_t deep = std::min(DEEP, depth - k), next = depth - k - DEEP, steps = panels * tiles * deep / A::TOGETHER;
-        // Behind the last block comes another job's, by then probably the next but one: its start.
+        // After the last block, fetches the first block of the next job but one: another thread has probably taken the next job.
         const T* from = next > 0 ? b + (k + DEEP) * stride + begin : b + 2 * end - begin;
         const int64_t left = next > 0 ? std::min(DEEP, next) : 3 * end - 2 * begin <= stride ? std::min(DEEP, depth) : 0;
         ahead.begin({reinterpret_cast<const char*>(from), (end - begin) * bytes, stride * bytes}, rows, left, steps);
@@ -146,7 +146,7 @@ static void product_across(const T* a, int64_t first, int64_t count, const T* b,
     }
 }
 
-// sum += in * weight + bias
+// sum += in * weight + bias, rounded before and after the addition to `sum`
 template <typename T>
 static void linear_into(const T* in, int64_t rows, int64_t depth, const void* weight, const void* bias, int64_t columns, T* sum,
                         const team::Crew& crew) {
@@ -173,7 +173,7 @@ static inline void linear_part(const Linear& l, const T* in, int64_t first, int6
     });
 }
 
-// low = in * down, for rows [first, first + count), of type float with a wide adapter.
+// low = in * down, for rows [first, first + count). With a wide adapter, `low` is float32.
 template <typename T>
 static void adapter_down(const Adapter& a, const T* in, int64_t first, int64_t count, int64_t depth, void* low) {
     if (sizeof(T) == 4 || !a.wide)
@@ -186,7 +186,7 @@ static void adapter_down(const Adapter& a, const T* in, int64_t first, int64_t c
             into(static_cast<float*>(low) + first * a.rank, a.rank, nullptr));
 }
 
-// out += low * up * scaling, rounded where the module rounds, for rows [first, first + count) and columns [begin, end).
+// out += low * up * scaling for rows [first, first + count) and columns [begin, end), rounded where the PyTorch module rounds.
 template <typename T, typename S>
 static void adapter_up(const Adapter& a, const S* low, int64_t first, int64_t count, int64_t begin, int64_t end, int64_t columns,
                        T* out, int64_t out_stride) {

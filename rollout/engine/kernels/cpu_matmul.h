@@ -1,8 +1,8 @@
-// Rows times rows: every product here is of the form out[m][n] = sum over k of a[m][k] * b[n][k].
+// Matrix products of rows of a and rows of b: out[m][n] = sum over k of a[m][k] * b[n][k].
 //
-// That is the layout of nn.Linear's weight and of the keys in the KV cache, so nothing is packed, and a weight update needs
-// no action. Long rows are multiplied in pieces of k, so that what is used again stays in the first-level cache, and the sums
-// of a row's pieces are added up in their order. The order depends on k alone: a row's bits do not depend on its neighbours.
+// nn.Linear stores its weight as rows of b, so nothing is packed and a weight update needs no action. Long rows are multiplied
+// in pieces along k, so that reused data stays in the first-level cache. The sums of the pieces are added in order of k. This
+// order depends on the length of the rows alone, so the bits of a row do not depend on the other rows.
 
 #pragma once
 
@@ -12,24 +12,24 @@
 #include "cpu_team.h"
 
 #if WIDE
-constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 of b and 1 of a: 29 of 32 registers
+constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 vectors of b and 1 vector of a use 29 of 32 registers
 #else
-constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 of b and 1 of a: 13 of 16 registers
+constexpr int TILE_ROWS = 2;  // 2 x 4 sums, 4 vectors of b and 1 vector of a use 13 of 16 registers
 #endif
 
-constexpr int64_t NEAR_BYTES = 2048;  // of a piece, at most: a tile of a, eight rows of b and the next eight fit into that cache
-constexpr int64_t QUADS = 2;          // times 4 rows of b that stay there with a tile of a
+constexpr int64_t NEAR_BYTES = 2048;  // maximum bytes of a row's piece: a tile of a, 8 rows of b and the next 8 rows fit into L1
+constexpr int64_t QUADS = 2;          // number of groups of 4 rows of b that stay in L1 together with a tile of a
 
-// GCC keeps an array of sums in registers if all that touches it is one function with constant indices.
+// GCC keeps an array of sums in registers only if all accesses to it are inlined into one function and have constant indices.
 #define INLINE __attribute__((always_inline))
 
-// use(0) to use(M - 1) with constants as types.
+// Calls use(i) for every i of the sequence, as a compile-time constant.
 template <typename Use, int... I>
 INLINE static inline void each_of(std::integer_sequence<int, I...>, Use&& use) {
     (use(std::integral_constant<int, I>{}), ...);
 }
 
-// Holds a value in a register: left alone, GCC reads it from memory for each of its four products, and the loads become the limit.
+// Keeps a value in a register. Otherwise GCC loads it again for each of its four products, and the loads become the bottleneck.
 template <typename V>
 static inline void in_register([[maybe_unused]] V& v) {
 #if WIDE
@@ -39,7 +39,7 @@ static inline void in_register([[maybe_unused]] V& v) {
 #endif
 }
 
-// M rows of a against 4 rows of b, from `k` to `end`; use(m, four sums). fetch(k) prefetches at every step.
+// Multiplies M rows of a by 4 rows of b over [k, end) and calls use(m, four sums) per row. fetch(k) prefetches at every step.
 template <int M, typename T, typename Fetch, typename Use>
 INLINE static inline void tile(const T* a, int64_t a_stride, const T* const (&b)[4], int64_t k, int64_t end, Fetch&& fetch, Use&& use) {
     typedef Dot<T> D;
@@ -67,7 +67,7 @@ INLINE static inline void tile(const T* a, int64_t a_stride, const T* const (&b)
     each_of(ROWS_OF_A, [&](auto m) INLINE { use(m, sums(sum[m][0], sum[m][1], sum[m][2], sum[m][3])); });
 }
 
-// use(count as a type) for the rows of a last tile, which may have fewer than TILE_ROWS.
+// Calls use(rows) with the rows of the last tile, 1 to TILE_ROWS, as a compile-time constant. Does nothing for 0 rows.
 template <typename Use>
 INLINE static inline void last_tile(int64_t rows, Use&& use) {
     switch (rows) {
@@ -80,15 +80,15 @@ INLINE static inline void last_tile(int64_t rows, Use&& use) {
     }
 }
 
-// Rows of b that are multiplied next, to be fetched.
+// The rows of b that are multiplied next and should be prefetched.
 template <typename T>
 struct Next {
     const T* from;
     int64_t stride, rows;
 };
 
-// All `rows` rows of a against `quads` times 4 rows of b; use(row, quad, four sums). A tile of a is used for all quads
-// while it is cached. Every tile fetches one row of `next`, or two if there are few tiles: memory then works all the time.
+// Multiplies `rows` rows of a by `quads` groups of 4 rows of b; calls use(row, quad, four sums). A tile of a is used for all
+// quads while it is cached. Every tile fetches one row of `next`, or two if there are few tiles, so that memory is never idle.
 template <typename T, typename Use>
 INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
                                 Next<T> next, Use&& use) {
@@ -110,17 +110,17 @@ INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, cons
     last_tile(rows - row, some);
 }
 
-constexpr int64_t CACHED_BYTES = 1 << 19;  // of the second-level cache, for the rows of a that are reused
-constexpr int64_t CHUNK = 32;              // rows of b per job, at least
+constexpr int64_t CACHED_BYTES = 1 << 19;  // bytes of the second-level cache for the rows of a that are reused
+constexpr int64_t CHUNK = 32;              // minimum number of rows of b per job
 
-// Elements of a piece of rows of `depth`; the last piece of a row may be shorter.
+// Returns the number of elements per piece of a row of `depth` elements. The last piece may be shorter.
 template <typename T>
 static inline int64_t piece_of(int64_t depth) {
     const int64_t most = NEAR_BYTES / static_cast<int64_t>(sizeof(T)), count = (depth + most - 1) / most;
     return count < 2 ? depth : (depth / count + 63) / 64 * 64;
 }
 
-// The same with a piece of long rows: out [rows][QUADS] receives the sums, or has them added. Compiled once per type.
+// Like `tiles`, for one piece of long rows: stores the sums in out [rows][QUADS], or adds them to it. Compiled once per type.
 template <typename T>
 __attribute__((noinline)) static void piece_tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads,
                                                   int64_t depth, const Next<T>& next, vec4* out, bool add) {
@@ -130,7 +130,7 @@ __attribute__((noinline)) static void piece_tiles(const T* a, int64_t a_stride, 
     });
 }
 
-// A single tile of a against rows [begin, end) of b, which are read on as they lie in memory: nothing is used again.
+// Multiplies a single tile of a by rows [begin, end) of b. No row of b is reused, so b is read once, in memory order.
 template <typename T, typename Use>
 static inline void narrow_product(const T* a, int64_t rows, const T* b, int64_t begin, int64_t end, int64_t columns, int64_t depth, Use&& use) {
     const int64_t piece = piece_of<T>(depth);
@@ -153,8 +153,8 @@ static inline void narrow_product(const T* a, int64_t rows, const T* b, int64_t 
     });
 }
 
-// use(row, n, four sums of n to n + 3, how many of them are real) for rows [first, first + count) of a and [begin, end) of b,
-// which has `columns`.
+// Multiplies rows [first, first + count) of a by rows [begin, end) of b, which has `columns` rows. Calls
+// use(row, n, four sums for rows n to n + 3 of b, how many of these rows exist).
 template <typename T, typename Use>
 static inline void product(const T* a, int64_t first, int64_t count, const T* b, int64_t begin, int64_t end, int64_t columns,
                            int64_t depth, Use&& use) {
@@ -163,8 +163,8 @@ static inline void product(const T* a, int64_t first, int64_t count, const T* b,
                               [&](int64_t row, int64_t n, vec4 v, int64_t real) { use(first + row, n, v, real); });
     constexpr int64_t WIDTH = 4 * QUADS;
     const int64_t piece = piece_of<T>(depth);
-    // A piece of WIDTH rows of b, and the sums per row and quad. Rows that lie a power of two apart displace each other from
-    // the cache, copies side by side do not.
+    // Copies of one piece of WIDTH rows of b, and the sums per row and quad. Rows whose distance is a power of two evict each
+    // other from the cache; adjacent copies do not.
     const bool whole = piece >= depth;
     T* copies = whole ? nullptr : reinterpret_cast<T*>(team::scratch<float>((NEAR_BYTES / 4 + count) * WIDTH));
     vec4* out = reinterpret_cast<vec4*>(reinterpret_cast<char*>(copies) + WIDTH * NEAR_BYTES);
@@ -189,12 +189,12 @@ static inline void product(const T* a, int64_t first, int64_t count, const T* b,
     }
 }
 
-constexpr int64_t STREAMED_ROWS = 64;        // of a: the memory is waited for, or nearly so
-constexpr int64_t STREAMED_BYTES = 1 << 19;  // of b per job, at most
-constexpr int64_t STREAMED_JOBS = 4;         // per thread
+constexpr int64_t STREAMED_ROWS = 64;        // maximum rows of a for which the speed is limited by reading b from memory
+constexpr int64_t STREAMED_BYTES = 1 << 19;  // maximum bytes of b per job
+constexpr int64_t STREAMED_JOBS = 4;         // jobs per thread
 
-// Rows of b per job. The memory gives more the longer a thread reads on in one place (10 to 20 % with few rows of a), so jobs
-// are as large as leaves each thread the same number of them.
+// Returns the number of rows of b per job. Longer contiguous reads are faster (10 to 20 % with few rows of a), so each thread
+// gets only STREAMED_JOBS large jobs, or more jobs if these would exceed STREAMED_BYTES.
 inline int64_t chunk_of(int64_t rows, int64_t columns, int64_t row_bytes, int64_t threads) {
     if (rows > STREAMED_ROWS) return CHUNK;
     const int64_t unit = 4 * QUADS, jobs = threads * STREAMED_JOBS;
@@ -202,7 +202,7 @@ inline int64_t chunk_of(int64_t rows, int64_t columns, int64_t row_bytes, int64_
     return std::max(CHUNK, (std::min(even, most) + unit - 1) / unit * unit);
 }
 
-// One job: the rows of a, in parts that stay in the cache.
+// Divides the rows of a into parts that stay in the cache. A job multiplies one part.
 struct Parts {
     int64_t rows, size, count;
 
@@ -213,7 +213,7 @@ struct Parts {
     int64_t length(int64_t part) const { return std::min(size, rows - part * size); }
 };
 
-// use(row, n, four sums of n to n + 3, how many of them are real)
+// Multiplies all rows of a by all rows of b, on the threads of the crew. Calls `use` like `product`.
 template <typename T, typename Use>
 static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth, const team::Crew& crew, Use&& use) {
     const Parts parts(rows, depth, sizeof(T));

@@ -1,22 +1,22 @@
-// Prefetching of the keys or values that attention reads next, while it computes.
+// Prefetches what a computation reads next, such as the keys or values of attention.
 //
-// A core has some twenty cache lines under way at most, and drops what is asked for beyond them. So requests are spread evenly
-// over the computation, and go upwards in memory as far as they can, where the processor's own prefetchers take part.
+// A core has at most about twenty cache lines in flight and drops further requests. So the requests are spread evenly over the
+// computation. Their addresses ascend as far as possible, so that the hardware prefetchers detect the pattern and help.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-// What lies at the slots of a KV pool.
+// An array with one record per slot, such as the keys in a KV pool.
 struct Plane {
-    const char* base;       // of slot 0
-    int64_t bytes, stride;  // to fetch of a slot; from one slot to the next
+    const char* base;       // address of slot 0
+    int64_t bytes, stride;  // number of bytes to fetch per slot; bytes from one slot to the next
 };
 
 class Ahead {
   public:
-    // Fetch what lies at `number` slots, which stay valid, in the course of so many steps.
+    // Starts to fetch `number` slots, spread over the next `steps` steps. The array `which` must stay valid meanwhile.
     void begin(const Plane& from, const int64_t* which, int64_t number, int64_t steps) {
         plane = from;
         slots = which;
@@ -36,13 +36,13 @@ class Ahead {
     }
 
   private:
-    static constexpr int64_t LINE = 64, ONE = 1 << 16;  // bytes; one line, in the unit of `budget`
+    static constexpr int64_t LINE = 64, ONE = 1 << 16;  // bytes per cache line; one line in the units of `budget`
 
     Plane plane{};
     const int64_t* slots = nullptr;
-    int64_t count = 0, next = 0;               // slot that is opened next
-    int64_t rate = 0, budget = 0;              // per step; unspent
-    const char *at = nullptr, *end = nullptr;  // of the contiguous bytes that are being fetched; null: there are none
+    int64_t count = 0, next = 0;               // next: index of the slot that is opened next
+    int64_t rate = 0, budget = 0;              // lines per step, and lines that may be fetched now, both times ONE
+    const char *at = nullptr, *end = nullptr;  // the contiguous bytes that are being fetched; null: no bytes are left
 
     void open() {
         if (next == count) {

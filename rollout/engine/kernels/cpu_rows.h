@@ -1,16 +1,16 @@
-// What happens to single rows between the products of a decoder: norm, rotary embedding, activation, and a product's epilogue.
+// Operations on single rows between a decoder's matrix products: norm, rotary embedding, activation, and a product's epilogue.
 
 #pragma once
 
 #include "cpu_lanes.h"
 #include "cpu_team.h"
 
-// A copy inlined into each caller could be compiled to other roundings (a product and a sum contracted or not).
+// Prevents inlining, because each inlined copy could round differently: the compiler may or may not contract a product and a sum.
 #define KEPT_APART __attribute__((noinline))
 
-constexpr int64_t GRAIN = 1 << 15;  // elements of a row-wise operation below which one thread is used
+constexpr int64_t GRAIN = 1 << 15;  // elements per job of a row-wise operation: with fewer, a second thread does not pay
 
-// use(row) for rows [0, count), of `width` elements each.
+// Calls use(row) for rows [0, count) of `width` elements each, on the threads of the crew.
 template <typename Use>
 static void rows_of(int64_t count, int64_t width, const team::Crew& crew, Use&& use) {
     const int64_t some = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, width));
@@ -19,7 +19,7 @@ static void rows_of(int64_t count, int64_t width, const team::Crew& crew, Use&& 
     });
 }
 
-// Epilogue of a product: adds an optional bias and stores the sums of a row, with rows `stride` apart.
+// Returns the epilogue of a product, which adds an optional bias and stores the sums. Rows of `out` are `stride` elements apart.
 template <typename T>
 static auto into(T* out, int64_t stride, const void* bias) {
     return [=](int64_t row, int64_t n, vec4 v, int64_t real) {
@@ -56,7 +56,7 @@ KEPT_APART static void rms_norm(const T* x, const void* weight, T* out, int64_t 
     for (; i < width; i++) store_one(out + i, load_one(w + i) * rounded<T>(load_one(x + i) * scale));
 }
 
-// (offset + weight) * x / sqrt(mean(x^2) + epsilon), rounded once: the norm of OLMo, and with an offset of 1 that of Gemma.
+// (offset + weight) * x / sqrt(mean(x^2) + epsilon), rounded once. OLMo has an offset of 0, Gemma an offset of 1.
 template <typename T>
 KEPT_APART static void rms_norm_rounded_once(const T* x, const void* weight, float offset, T* out, int64_t width, float epsilon) {
     const T* w = static_cast<const T*>(weight);
@@ -89,12 +89,12 @@ KEPT_APART static void layer_norm(const T* x, const void* weight, const void* bi
         store_one(out + i, (load_one(x + i) - mean) * scale * load_one(w + i) + (b ? load_one(b + i) : 0.0f));
 }
 
-// Rotary embedding with halves side by side (arXiv 2104.09864, in the layout of transformers' `rotate_half`). Products are
-// rounded to the type of the tables.
+// Rotary embedding (arXiv 2104.09864) that rotates element i of the first half together with element i of the second half, like
+// transformers' `rotate_half`. Products are rounded to the type of the tables.
 template <typename T, typename A>
 KEPT_APART static void rotate(T* x, const A* cosine, const A* sine, int64_t width) {
     const int64_t half = width / 2;
-    // Vectors by value: a reference to one would promise more alignment than `vec` has.
+    // Vectors are passed by value, because a reference would promise more alignment than `vec` has.
     const auto minus = [](auto a, auto ca, auto b, auto sa) { return rounded<A>(a * ca) - rounded<A>(b * sa); };
     const auto plus = [](auto b, auto cb, auto a, auto sb) { return rounded<A>(b * cb) + rounded<A>(a * sb); };
     int64_t i = 0;
@@ -110,7 +110,7 @@ KEPT_APART static void rotate(T* x, const A* cosine, const A* sine, int64_t widt
     }
 }
 
-// Rotary embedding of neighbouring pairs, in GLM's layout; the tables have their angles in the first half.
+// Rotary embedding that rotates elements 2 i and 2 i + 1 together, as in GLM. Only the first half of each table row is used.
 template <typename T, typename A>
 KEPT_APART static void rotate_pairs(T* x, const A* cosine, const A* sine, int64_t width) {
     for (int64_t i = 0; i < width / 2; i++) {
@@ -120,7 +120,7 @@ KEPT_APART static void rotate_pairs(T* x, const A* cosine, const A* sine, int64_
     }
 }
 
-// gate = use(gate) * up, rounded after both; without `up`, gate = use(gate).
+// gate = use(gate) * up, rounded after both operations. Without `up`, gate = use(gate).
 template <typename T, typename Use>
 static inline void through(T* gate, const T* up, int64_t width, Use&& use) {
     const auto all = [&](auto&& finish) {
@@ -140,7 +140,7 @@ KEPT_APART static void activate(T* gate, const T* up, int64_t width) {
 
 enum Activation : int64_t { SILU, GELU_TANH };
 
-// gate = activation(gate) * up; GELU by its approximation with a hyperbolic tangent (arXiv 1606.08415).
+// gate = activation(gate) * up. GELU_TANH is the approximation of GELU with a hyperbolic tangent (arXiv 1606.08415).
 template <typename T>
 KEPT_APART static void activated(int64_t activation, T* gate, const T* up, int64_t width) {
     if (activation == SILU) return activate(gate, up, width);
@@ -149,13 +149,13 @@ KEPT_APART static void activated(int64_t activation, T* gate, const T* up, int64
     });
 }
 
-// 1 / (1 + exp(-x)), rounded
+// 1 / (1 + exp(-x)), rounded to T
 template <typename T>
 static inline float sigmoid(float x) {
     return rounded<T>(1.0f / (1.0f + std::exp(-x)));
 }
 
-// x = x * sigmoid(gate), rounded after both
+// x = x * sigmoid(gate), rounded after both operations
 template <typename T>
 static inline void gate_by_sigmoid(T* x, const T* gate, int64_t width) {
     const auto one = [](vec v, vec g) { return v * rounded<T>(1.0f / (1.0f + exponential(-g))); };

@@ -1,9 +1,9 @@
-// Process-wide thread pool: threads that outlive calls, and `share`, which distributes jobs by an atomic counter.
+// Process-wide thread pool. Its threads outlive calls, and `share` distributes jobs among them with an atomic counter.
 //
-// A caller waits only for jobs that a thread has taken, not for threads to arrive: a descheduled thread delays the caller only
-// if it was stopped inside a job. So jobs are short, and waiting spins for microseconds only. Threads are started on first
-// use, and again after a fork; any number of callers may use them concurrently. The caller runs jobs too, and all of them if
-// no thread is free.
+// A caller waits only for jobs that a thread has taken, not for threads to wake up. So a descheduled thread delays the caller
+// only if it was stopped inside a job. Therefore jobs are short, and waiting threads spin for microseconds only. Threads are
+// started on first use, and again after a fork. Any number of callers may use them concurrently. The caller also runs jobs
+// itself, and runs all of them if no thread is free.
 
 #pragma once
 
@@ -21,11 +21,11 @@
 
 namespace team {
 
-constexpr int64_t MOST = 1024;          // threads
-constexpr int64_t PLACES = 8;           // callers with helpers at the same time; further ones run their jobs alone
-constexpr int64_t SPIN_NS = 50'000;     // of spinning before the core is yielded
-constexpr int64_t NAP_NS = 200'000;     // of a waiting caller at a time: an idle core makes the scheduler move a thread to it
-constexpr int64_t IDLE_NS = 2'000'000;  // without a job before a thread sleeps
+constexpr int64_t MOST = 1024;          // maximum number of threads
+constexpr int64_t PLACES = 8;           // maximum number of concurrent callers with helpers; further callers run their jobs alone
+constexpr int64_t SPIN_NS = 50'000;     // time that a thread spins before it yields the core
+constexpr int64_t NAP_NS = 200'000;     // one sleep of a waiting caller; the scheduler may then move a thread to its idle core
+constexpr int64_t IDLE_NS = 2'000'000;  // time without a job after which a thread sleeps
 
 inline int64_t now() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -39,10 +39,10 @@ inline void relax() {
 #endif
 }
 
-// Sleep and wake-up of one thread. `wake` costs one load if the thread is awake.
+// Lets one thread sleep until another thread wakes it. `wake` costs one load if the thread is awake.
 class Bed {
   public:
-    // Returns when woken, immediately if `ready()` holds, or after `limit` nanoseconds (0: no limit).
+    // Sleeps until woken, or for at most `limit` nanoseconds (0: no limit). Returns immediately if `ready()` is true.
     template <typename Ready>
     void sleep(int64_t limit, Ready&& ready) {
         std::unique_lock<std::mutex> lock(mutex);
@@ -68,14 +68,14 @@ class Bed {
     std::condition_variable signal;
 };
 
-// Jobs of one caller. The upper half of `tickets` counts calls of `share`, the lower half the jobs not yet taken. Taking a
-// job is a compare-and-swap of the whole word, so a ticket of an earlier call is never mistaken for a current one.
+// The jobs of one caller. The upper half of `tickets` counts calls of `share`; the lower half counts the jobs not yet taken. A
+// compare-and-swap of the whole word takes a job, so a ticket of an earlier call is never mistaken for a current one.
 class alignas(64) Place {
   public:
     std::atomic<bool> taken{false};
-    std::atomic<int64_t> helpers{0};  // number of threads of the team that may take jobs here, from the first one on
+    std::atomic<int64_t> helpers{0};  // the first `helpers` threads of the team may take jobs here
 
-    // Open `count` jobs.
+    // Offers jobs 0 to count - 1.
     void open(void (*job)(const void*, int64_t), const void* context, int64_t count) {
         run = job;
         argument = context;
@@ -84,23 +84,23 @@ class alignas(64) Place {
         tickets.store(((tickets.load() >> 32) + 1) << 32 | static_cast<uint64_t>(count));
     }
 
-    // Take a job and run it; false if there is none.
+    // Takes a job and runs it; returns false if no job is left.
     bool work() {
         uint64_t ticket = tickets.load();
         do {
             if (!static_cast<uint32_t>(ticket)) return false;
         } while (!tickets.compare_exchange_weak(ticket, ticket - 1));
-        // From here to the count below the caller waits, so the values written by `open` stay valid.
+        // The caller waits until this job is counted in `done` below, so the values written by `open` stay valid.
         const int64_t count = total;
         run(argument, count - static_cast<int64_t>(static_cast<uint32_t>(ticket)));
         if (done.fetch_add(1) + 1 == count) caller.wake();
         return true;
     }
 
-    // Whether thread `index` may take a job here and one is left.
+    // Whether a job is left and thread `index` may take it.
     bool invites(int64_t index) const { return static_cast<uint32_t>(tickets.load()) && index < helpers.load(); }
 
-    // Wait until the jobs taken by other threads are done; none is left to take.
+    // Waits until the jobs taken by other threads are done. The caller has found no further job to take.
     void wait() {
         const auto finished = [&] { return done.load() == total; };
         for (int64_t round = 0, start = 0; !finished(); round++) {
@@ -122,7 +122,7 @@ class alignas(64) Place {
 
 class Team {
   public:
-    // The team of the process; never destroyed, since its threads run until the process exits.
+    // Returns the team of the process. It is never destroyed, because its threads run until the process exits.
     static Team& mine() {
         static std::once_flag once;
         std::call_once(once, [] {
@@ -133,7 +133,7 @@ class Team {
         return *current().load();
     }
 
-    // Claim a place with this many helpers; null if all places are taken.
+    // Claims a place with this many helpers; returns null if all places are taken.
     Place* enter(int64_t helpers) {
         grow(helpers);
         for (Place& place : places)
@@ -144,7 +144,7 @@ class Team {
         return nullptr;
     }
 
-    // Wake the sleeping ones of the first `helpers` threads.
+    // Wakes every sleeping thread among the first `helpers` threads.
     void call(int64_t helpers) {
         helpers = std::min(helpers, size.load());
         for (int64_t i = 0; i < helpers; i++) beds[i].wake();
@@ -166,7 +166,7 @@ class Team {
         return team;
     }
 
-    // Start threads until there are `helpers`, as far as the system allows.
+    // Starts threads until there are `helpers` of them, or until the system refuses one.
     void grow(int64_t helpers) {
         if (size.load() >= helpers) return;
         std::lock_guard<std::mutex> lock(mutex);
@@ -179,7 +179,7 @@ class Team {
     bool start(int64_t index) {
         if (index >= MOST) return false;
         auto* given = new Start{this, index};
-        // Signals must be delivered to the interpreter's threads.
+        // The new thread blocks all signals, because they must be delivered to the interpreter's threads.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -238,7 +238,7 @@ class Crew {
 
     const int64_t threads;
 
-    // Run job(0) to job(count - 1), in any order, on any thread; on return all are done and their writes visible.
+    // Runs job(0) to job(count - 1), in any order and on any thread. On return all jobs are done and their writes are visible.
     template <typename Job>
     void share(int64_t count, Job&& job) const {
         if (!place || count < 2) {
@@ -256,7 +256,7 @@ class Crew {
     Place* place = nullptr;
 };
 
-// Scratch memory of the calling thread, valid until its next call; begins with a cache line, which no vector then crosses.
+// Returns scratch memory of the calling thread, valid until its next call for the same T and aligned to cache lines.
 template <typename T>
 inline T* scratch(int64_t count) {
     constexpr int64_t LINE = 64;

@@ -1,4 +1,4 @@
-// Products of units of 32 bits: two neighbouring bfloat16s where the processor multiplies two at a time, otherwise one float32.
+// Products of 32-bit units. A unit is two neighbouring bfloat16s if the processor multiplies pairs of them, else one float32.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 template <typename T>
 struct Units {
-    static constexpr int64_t DEEP = 1;  // elements
+    static constexpr int64_t DEEP = 1;  // elements per unit
     typedef vec Operand;
     static inline Operand of(vec units) { return units; }
     static inline Operand spread(const T* p) { return vec{} + load_one(p); }
@@ -36,14 +36,14 @@ using Multiplied = float;
 #endif
 static inline void store_rounded(float* p, vec v) { store(p, v); }
 
-// Widens an element to the type that is multiplied.
+// Converts an element to type C, which is T or float32.
 template <typename C, typename T>
 static inline C as(T value) {
     if constexpr (sizeof(C) == sizeof(T)) return value;
     else return load_one(&value);
 }
 
-// Units of a row of T, zeros behind its last element.
+// Loads LANES units of a row. With `count`, loads only that many elements and appends zeros.
 template <typename T>
 static inline vec load_units(const T* p) {
     if constexpr (Units<Multiplied<T>>::DEEP == 1) return load(p);
@@ -56,14 +56,14 @@ static inline vec load_units(const T* p, int64_t count) {
     return load_units(all);
 }
 
-// Swaps the rows and columns of a square.
+// Transposes a square of LANES x LANES units.
 INLINE static inline void transpose(vec (&rows)[LANES]) {
     vec next[LANES];
 #if WIDE
     constexpr std::make_integer_sequence<int, LANES / 2> PAIRS;
     typedef __m512 F;
     typedef __m512d D;
-    // Four by four within quarters, then the quarters.
+    // First transposes the 4 x 4 block in each 128-bit lane of four registers, then moves whole 128-bit lanes.
     each_of(PAIRS, [&](auto i) INLINE {
         next[2 * i] = (vec)_mm512_unpacklo_ps((F)rows[2 * i], (F)rows[2 * i + 1]);
         next[2 * i + 1] = (vec)_mm512_unpackhi_ps((F)rows[2 * i], (F)rows[2 * i + 1]);
