@@ -1,10 +1,10 @@
-// Attention over the paged KV cache, with keys and values read in place.
+// Attention over the paged KV cache. Keys and values are read in place.
 //
-// Each row of a task carries its own running maximum and sum (online softmax, arXiv 1805.02867) from tile to tile of its keys,
-// and tiles begin at multiples of KEYS. So a row's bits depend on its own keys alone, not on the other rows of its task.
+// Each row of a task has its own running maximum and sum (online softmax, arXiv 1805.02867) over the tiles of its keys, and tiles
+// begin at multiples of KEYS. So the bits of a row depend on its own keys alone, not on the other rows of its task.
 //
-// Keys are transposed on the way, so that a lane sums the score of one key and no vector has to be summed across its lanes. With
-// instructions for bfloat16 the weights are rounded to it; their sum is not.
+// Keys are transposed after loading, so that each lane sums the score of one key and no vector is summed across its lanes. If
+// bfloat16 inputs are multiplied with bfloat16 instructions, the softmax weights are rounded to bfloat16, but not their sum.
 
 #pragma once
 
@@ -19,17 +19,17 @@
 
 static int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// State of the rows of one job across tiles: head after head, `rows` each.
+// State of the rows of one task across tiles, for every KV head of its job: head after head, `rows` rows each.
 template <typename T>
 struct Rows {
     typedef Multiplied<T> C;
-    static constexpr int64_t STRIDE = KEYS * sizeof(float) / sizeof(C);  // from one row's weights to the next
+    static constexpr int64_t STRIDE = KEYS * sizeof(float) / sizeof(C);  // elements from one row's weights to the next
     int64_t rows, key_width, value_width;
     float* panel;                 // [units of a key, KEYS], the transposed keys of one head
     C* query;                     // [heads * rows, key_width]
     float *acc, *scores;          // [heads * rows, value_width], [heads * rows, KEYS]
-    float *total, *peak, *decay;  // [heads * rows, LANES], to be summed; [heads * rows] each
-    T* zeros;                     // a value for each head, the partner of one without
+    float *total, *peak, *decay;  // total: [heads * rows, LANES], partial sums; peak and decay: [heads * rows]
+    T* zeros;                     // a zero value for each head, which completes a pair of values
 
     Rows(const Attention& a, int64_t rows)
         : rows(rows), key_width(padded(a.head_dim, LANES * Units<C>::DEEP)), value_width(padded(a.value_dim, ACROSS)) {
@@ -44,28 +44,28 @@ struct Rows {
         zeros = reinterpret_cast<T*>(decay + most + LANES);
         std::fill(zeros, zeros + size, T{});
     }
-    // Weights take the place of their scores.
+    // The weights of a row. They overwrite its scores.
     C* weights(int64_t row) const { return reinterpret_cast<C*>(scores) + row * STRIDE; }
 };
 
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-// use(Count<n>) for an n of 1 to N.
+// Calls use(Count<n>) for an n from 1 to N.
 template <int N, typename Use>
 static inline void counted(int64_t n, Use&& use) {
     if (n == N) use(Count<N>{});
     else if constexpr (N > 1) counted<N - 1>(n, use);
 }
 
-// use(Count<number of rows>, first row)
+// Calls use(Count<number of rows>, first row) for every tile of up to TILE_ROWS rows.
 template <typename Use>
 static inline void each_row_tile(int64_t rows, Use&& use) {
     for (int64_t i = 0; i < rows; i += TILE_ROWS)
         counted<TILE_ROWS>(std::min<int64_t>(TILE_ROWS, rows - i), [&](auto m) { use(m, i); });
 }
 
-// use(m, n) for all m and n, with constants as types.
+// Calls use(m, n) for all m below M and n below N, as compile-time constants.
 template <int M, int N, typename Use>
 INLINE static inline void each_sum(Use&& use) {
     each_of(std::make_integer_sequence<int, M>{}, [&](auto m) INLINE {
@@ -73,7 +73,7 @@ INLINE static inline void each_sum(Use&& use) {
     });
 }
 
-// use(u, vector of the keys' units u) for LANES keys, which are transposed; zeros behind their last units.
+// Transposes LANES keys and calls use(u, vector of every key's unit u) for each u. Zeros follow the last unit of a key.
 template <typename T, typename Use>
 INLINE static inline void each_unit(const T* const* keys, int64_t depth, Ahead& ahead, Use&& use) {
     constexpr int64_t STEP = LANES * Units<Multiplied<T>>::DEEP;
@@ -90,7 +90,7 @@ INLINE static inline void each_unit(const T* const* keys, int64_t depth, Ahead& 
     }
 }
 
-// Scores of M rows with LANES keys, which nothing else needs. The order of each sum depends on the depth alone, here and below.
+// Scores of M rows with LANES keys that no other row uses. Here and below, the order of each sum depends on the depth alone.
 template <int M, typename T, typename C>
 static inline void score_once(const C* query, int64_t stride, const T* const* keys, int64_t depth, float* scores, Ahead& ahead) {
     typedef Units<C> U;
@@ -104,7 +104,7 @@ static inline void score_once(const C* query, int64_t stride, const T* const* ke
     each_sum<M, 1>([&](auto m, auto n) INLINE { store(scores + m * KEYS, sum[m][n]); });
 }
 
-// sum[m][n] += row m · vector n, for one unit of the rows.
+// sum[m][n] += unit of row m, copied to all lanes, times y[n].
 template <int M, int N, typename C>
 INLINE static inline void add_products(vec (&sum)[M][N], const C* rows, int64_t stride, const typename Units<C>::Operand (&y)[N]) {
     each_of(std::make_integer_sequence<int, M>{}, [&](auto m) INLINE {
@@ -114,7 +114,7 @@ INLINE static inline void add_products(vec (&sum)[M][N], const C* rows, int64_t 
     });
 }
 
-// Scores of M rows with N vectors of keys in a panel.
+// Scores of M rows with N vectors of LANES keys in a panel.
 template <int M, int N, typename C>
 static inline void score(const C* query, int64_t stride, const float* panel, int64_t units, float* scores, Ahead& ahead) {
     typedef Units<C> U;
@@ -129,9 +129,9 @@ static inline void score(const C* query, int64_t stride, const float* panel, int
     each_sum<M, N>([&](auto m, auto n) INLINE { store(scores + m * KEYS + n * LANES, sum[m][n]); });
 }
 
-constexpr int FEW_SUMS = 12;  // up to which prefetching goes between products; with more of them it would cost registers
+constexpr int FEW_SUMS = 12;  // maximum number of sums for prefetches between products: with more sums, these cost registers
 
-// N pairs of vectors of M rows: acc = acc * decay + weights · values, of which the `columns` from `column` on.
+// acc = acc * decay + weights · values, for M rows and N pairs of vectors from `column` on. With CUT, only `columns` exist.
 template <int M, int N, bool CUT, typename T, typename C>
 static inline void weigh(const C* weights, const T* const* values, int64_t column, int64_t columns, int64_t from, int64_t to,
                          float* acc, int64_t stride, const float* decay, Ahead& ahead) {
@@ -152,7 +152,7 @@ static inline void weigh(const C* weights, const T* const* values, int64_t colum
     each_sum<M, 2 * N>([&](auto m, auto n) INLINE { store(acc + m * stride + n * LANES, sum[m][n]); });
 }
 
-// Scales one row's scores and cuts them to [low, high); returns the largest.
+// Scales and soft-caps the scores of one row and masks those outside [low, high). Returns the largest score.
 static inline float scaled(float* row, int64_t low, int64_t high, float scaling, float softcap) {
     vec top = vec{} - INFINITY;
     for (int64_t i = 0; i < KEYS; i += LANES) {
@@ -163,13 +163,13 @@ static inline float scaled(float* row, int64_t low, int64_t high, float scaling,
             x = (at < static_cast<int32_t>(low)) | (at >= static_cast<int32_t>(high)) ? vec{} - INFINITY : x;
         }
         top = x > top ? x : top;
-        // A NaN stays in the row, so that its weights show it; the maximum leaves it out.
+        // A NaN stays in the row and makes its weight NaN; the maximum ignores it.
         store(row + i, x);
     }
     return largest(top);
 }
 
-// Turns scores into weights, for `rows` rows from `first` on, of keys [low, high) of the tile that begins at `start`.
+// Converts scores to weights, for `rows` rows from `first` on and keys [low, high) of the tile that begins at `start`.
 template <typename T>
 static inline void soften(const Attention& a, const Rows<T>& r, int64_t first, int64_t rows, const int64_t* seen, int64_t start,
                           int64_t low, int64_t high) {
@@ -179,7 +179,7 @@ static inline void soften(const Attention& a, const Rows<T>& r, int64_t first, i
         decay[i] = peak[i];
         peak[i] = std::max(peak[i], scaled(r.scores + (first + i) * KEYS, below, above, a.scaling, a.softcap));
     }
-    // A vector may reach beyond these rows: other decays are written before they are read.
+    // A vector may extend beyond these rows. That is harmless: the decays of other rows are rewritten before they are read.
     for (int64_t i = 0; i < rows; i += LANES) {
         const vec now = load(peak + i);
         store(decay + i, exponential<true>(load(decay + i) - (now == -INFINITY ? vec{} : now)));
@@ -197,7 +197,7 @@ static inline void soften(const Attention& a, const Rows<T>& r, int64_t first, i
     }
 }
 
-// The keys of a range for rows [begin, end) of each of the KV heads [head, head + heads).
+// Attends to the keys of a range with rows [begin, end) of each KV head in [head, head + heads).
 template <typename T>
 static void scan(const Attention& a, Range range, int64_t head, int64_t heads, int64_t begin, int64_t end, const int64_t* seen,
                  const Rows<T>& r, Upcoming& upcoming) {
@@ -205,7 +205,7 @@ static void scan(const Attention& a, Range range, int64_t head, int64_t heads, i
     const T *keys = static_cast<const T*>(a.keys) + head * a.head_dim, *values = static_cast<const T*>(a.values) + head * a.value_dim;
     const int64_t rows = end - begin, units = (a.head_dim + DEEP - 1) / DEEP;
     const int64_t row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, parts = (a.value_dim + WIDE_PART - 1) / WIDE_PART;
-    const bool few = rows <= FEW_ROWS;  // then no panel is worth its writing
+    const bool few = rows <= FEW_ROWS;  // then writing a panel costs more than it saves
     int64_t slots[KEYS];
     for (; range.from < range.to; range.from = range.tile().to) {
         const Range tile = range.tile();
@@ -216,7 +216,7 @@ static void scan(const Attention& a, Range range, int64_t head, int64_t heads, i
             key[s] = keys + slots[s] * a.kv_heads * a.head_dim;
             value[s] = values + slots[s] * a.kv_heads * a.value_dim;
         }
-        if (low % 2) value[low - 1] = r.zeros;  // values are weighed in pairs
+        if (low % 2) value[low - 1] = r.zeros;  // values are read in pairs, so zeros complete the first and the last pair
         if (high % 2) value[high] = r.zeros;
         each_piece(low, high, upcoming.piece, [&](int64_t from, int64_t to) {
             const int64_t first = from / LANES * LANES, vectors = (to - first + LANES - 1) / LANES, panels = (vectors + 3) / 4;
@@ -274,7 +274,7 @@ static void attend(const Attention& a, const Task& task, int64_t head, int64_t h
     const Rows<T> r(a, rows);
     int64_t seen[ROWS];
     for (int64_t row = 0; row < rows; row++) seen[row] = a.positions[task.begin + row / group];
-    // Row i of head h: position task.begin + i / group, query head h * group + i % group.
+    // Row i of KV head h is query head h * group + i % group at position task.begin + i / group.
     const auto each_row = [&](auto use) {
         for (int64_t h = 0; h < heads; h++)
             for (int64_t row = 0; row < rows; row++)
@@ -284,7 +284,7 @@ static void attend(const Attention& a, const Task& task, int64_t head, int64_t h
         const T* query = static_cast<const T*>(a.query) + at * a.query_stride + query_head * a.head_dim;
         auto* to = r.query + i * r.key_width;
         std::fill(std::transform(query, query + a.head_dim, to, as<Multiplied<T>, T>), to + r.key_width, Multiplied<T>{});
-        // A sink is one more score, before all others; its value is zero.
+        // A sink is one more score, before all others, with a value of zero.
         r.peak[i] = a.sinks ? a.sinks[query_head] : -INFINITY;
         std::fill(r.total + i * LANES, r.total + (i + 1) * LANES, 0.0f);
         if (a.sinks) r.total[i * LANES] = 1.0f;

@@ -1,7 +1,7 @@
-// What attention over the paged KV cache reads, and in which order: tasks, jobs of tasks, and the ranges of positions of a job.
+// Plans what attention over the paged KV cache reads, and in which order: tasks, jobs of tasks, and their ranges of positions.
 //
-// A *task* is up to ROWS queries of one KV head that attend to the same keys: the positions of a prefill chunk, or the
-// samples of a group over their common prompt. Keys come in tiles of KEYS positions that begin at multiples of KEYS.
+// A *task* is up to ROWS queries of one KV head that read the same keys: the positions of a prefill chunk, or the samples of a
+// group over their common prompt. Keys are read in tiles of KEYS positions that begin at multiples of KEYS.
 
 #pragma once
 
@@ -12,29 +12,29 @@
 
 constexpr int64_t ROWS = 64, KEYS = 64;
 
-struct Attention {
+struct Attention {  // P positions, R sequences, H query heads, Hkv KV heads, D = head_dim, Dv = value_dim
     const void *query, *keys, *values;  // [P, H, D], [blocks, block_size, Hkv, D], [blocks, block_size, Hkv, Dv]
     void* out;                          // [P, H, Dv]
-    const int64_t* offsets;             // [R + 1], offset of each sequence's positions
-    const int64_t* positions;           // [P], a query attends to positions 0 to its own
+    const int64_t* offsets;             // [R + 1], index of each sequence's first position among the P positions
+    const int64_t* positions;           // [P]; a query attends to position 0 up to its own position
     const int64_t* tables;              // [R, width], block ids
     int64_t sequences, width, block_size, heads, kv_heads, head_dim, value_dim;
     int64_t query_stride, out_stride;   // elements from one position to the next
-    int64_t window;                     // number of positions a query attends to, 0: all
-    float scaling, softcap;             // softcap 0: none
-    float* log_sums;                    // [P, H], logarithm of each row's summed exponentials; null: not wanted
-    const float* sinks;                 // [H], a score of each head without a value; null: none
+    int64_t window;                     // maximum number of positions that a query attends to; 0: all
+    float scaling, softcap;             // a soft-cap of 0 is not applied
+    float* log_sums;                    // [P, H], log of the sum of exponentials of each row; null: not stored
+    const float* sinks;                 // [H], an extra score per head that has no value (attention sink); null: none
 
-    // The first position that a query attends to.
+    // The first position that a query at `position` attends to.
     int64_t oldest(int64_t position) const { return window ? std::max<int64_t>(0, position + 1 - window) : 0; }
-    // Whether queries see their prefix from its first position on.
+    // Whether queries attend to their prefix from position 0 on.
     bool whole() const { return !window; }
 };
 
 struct Task {
-    int64_t first, last;  // sequences; if several, each has one position
-    int64_t begin, end;   // packed positions
-    int64_t shared;       // length of the prefix in common blocks; a multiple of KEYS
+    int64_t first, last;  // the first and the last sequence; if there are several, each has one position
+    int64_t begin, end;   // range of the queries among the P positions
+    int64_t shared;       // number of positions in common prefix blocks, a multiple of KEYS
 };
 
 static int64_t common_blocks(const Attention& a, int64_t one, int64_t other) {
@@ -45,7 +45,7 @@ static int64_t common_blocks(const Attention& a, int64_t one, int64_t other) {
     return same;
 }
 
-// The tasks of a step for one KV head; each is run once per KV head.
+// Returns the tasks of a step for one KV head. Every task runs once per KV head.
 static std::vector<Task> plan(const Attention& a) {
     std::vector<Task> tasks;
     const int64_t group = a.heads / a.kv_heads, most = std::max<int64_t>(1, ROWS / group);
@@ -57,7 +57,7 @@ static std::vector<Task> plan(const Attention& a) {
             s++;
             continue;
         }
-        // Neighbours with the same common prefix: the samples of one group, or of one system prompt.
+        // Joins neighbours with the same common prefix: samples of one group, or sequences with the same system prompt.
         int64_t last = s, shared = decoding(s + 1) && a.whole() ? common_blocks(a, s, s + 1) : 0;
         if (shared * a.block_size >= KEYS && !(decoding(s + 2) && common_blocks(a, s + 1, s + 2) > shared))
             for (last = s + 1; last - s + 1 < most && decoding(last + 1) && common_blocks(a, last, last + 1) == shared;) last++;
@@ -67,18 +67,18 @@ static std::vector<Task> plan(const Attention& a) {
     return tasks;
 }
 
-constexpr int64_t FEW_ROWS = 8;  // per KV head, up to which one job takes all heads and so reads whole tokens contiguously
+constexpr int64_t FEW_ROWS = 8;  // maximum rows per KV head for a job of all heads, which reads each token's keys contiguously
 
 // Positions [from, to) of one block table.
 struct Range {
     const int64_t* table;
     int64_t from, to;
 
-    // The first of its tiles.
+    // The first tile of the range.
     Range tile() const { return {table, from, std::min(from / KEYS * KEYS + KEYS, to)}; }
 };
 
-// The slots in the pool of a range's positions.
+// Writes the pool slots of the range's positions to `slots`.
 static inline void slots_of(const Attention& a, const Range& range, int64_t* slots) {
     int64_t block = range.from / a.block_size, offset = range.from - block * a.block_size;
     for (int64_t at = range.from; at < range.to; block++, offset = 0) {
@@ -87,7 +87,7 @@ static inline void slots_of(const Attention& a, const Range& range, int64_t* slo
     }
 }
 
-// use(range, begin, end): what a task reads, and for which of its rows.
+// Calls use(range, begin, end) for every range that a task reads. Rows [begin, end) of the task attend to it.
 template <typename Use>
 static void each_range(const Attention& a, const Task& task, Use&& use) {
     const int64_t group = a.heads / a.kv_heads, rows = (task.end - task.begin) * group;
@@ -99,13 +99,13 @@ static void each_range(const Attention& a, const Task& task, Use&& use) {
         use(Range{table, task.shared, a.positions[task.begin + row / group] + 1}, row, row + group);
 }
 
-// Tasks [first, last) of one KV head, or of all.
+// Tasks [first, last) for KV heads [head, head + heads): one head, or all heads.
 struct Job {
     int64_t first, last, head, heads;
 };
 
-// Tasks of few rows are taken together with all heads, several in a job while many are left: what comes next is known then,
-// and is fetched meanwhile.
+// Groups tasks into jobs. If there are many tasks, several tasks of few rows share a job, which runs all KV heads and can fetch
+// the keys of its next task in advance.
 static std::vector<Job> jobs_of(const Attention& a, const std::vector<Task>& tasks, int64_t threads) {
     const int64_t count = static_cast<int64_t>(tasks.size()), group = a.heads / a.kv_heads;
     const bool many = count >= 4 * threads;
@@ -133,9 +133,9 @@ static std::vector<Job> jobs_of(const Attention& a, const std::vector<Task>& tas
     return jobs;
 }
 
-constexpr int64_t PIECE_BYTES = 8192;  // of keys or values that are read while the next ones are fetched: both in the first-level cache
+constexpr int64_t PIECE_BYTES = 8192;  // bytes of a piece of keys or values: it and the next piece fit into the first-level cache
 
-// Positions of a tile whose keys, and then values, are read together by jobs that take so many heads.
+// Returns the number of positions per piece. A job of `heads` KV heads reads the keys of a piece, and later its values, together.
 template <typename T>
 static int64_t piece_of(const Attention& a, const Task& task, int64_t heads) {
     if ((task.end - task.begin) * a.heads > FEW_ROWS * a.kv_heads) return KEYS;
@@ -143,13 +143,13 @@ static int64_t piece_of(const Attention& a, const Task& task, int64_t heads) {
     return std::min(KEYS, std::max<int64_t>(16, PIECE_BYTES / bytes / 16 * 16));
 }
 
-// use(from, to) for the pieces of positions [low, high) of a tile.
+// Calls use(from, to) for every piece of positions [low, high) of a tile.
 template <typename Use>
 static inline void each_piece(int64_t low, int64_t high, int64_t piece, Use&& use) {
     for (int64_t from = low, to; from < high; from = to) use(from, to = std::min(high, from / piece * piece + piece));
 }
 
-// Goes through the pieces that a job reads, one ahead of the computation.
+// Iterates over the pieces that a job reads, one piece ahead of the computation.
 class Upcoming {
   public:
     Ahead ahead;
@@ -160,7 +160,7 @@ class Upcoming {
         advance();
     }
 
-    // Fetch the next piece in the course of so many steps.
+    // Starts to fetch the next piece, spread over the next `steps` steps.
     void begin(int64_t steps) {
         advance();
         ahead.begin(planes[plane], slots + from, to - from, steps);
@@ -169,10 +169,10 @@ class Upcoming {
   private:
     const Attention& a;
     const Plane planes[2];
-    std::vector<Range> ranges;  // what is left of them
+    std::vector<Range> ranges;  // the parts that are not yet fetched
     size_t index = 0;
     int64_t slots[KEYS];
-    int64_t low = 0, high = 0, plane = 1;  // of the tile
+    int64_t low = 0, high = 0, plane = 1;  // positions [low, high) of the current tile; plane 0: keys, 1: values
     int64_t from = 0, to = 0;
 
     void advance() {
@@ -184,7 +184,7 @@ class Upcoming {
         from = to;
         to = std::min(high, from / piece * piece + piece);
     }
-    // The next tile, or an empty one.
+    // Opens the next tile, or an empty one if no tile is left.
     void open() {
         while (index < ranges.size() && ranges[index].from == ranges[index].to) index++;
         low = high = 0;

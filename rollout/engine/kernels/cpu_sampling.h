@@ -1,6 +1,6 @@
-// One token per row, drawn from softmax(scores / temperature), with sums of integers: the likeliest token weighs 2^42.
+// Draws one token per row from softmax(scores / temperature) with integer weights. The most likely token has weight 2^42.
 //
-// Integer sums are independent of order, so vectors and threads do not change the result (sampler.py does the same).
+// Integer sums do not depend on the order of addition, so vectors and threads do not change the result (as in sampler.py).
 
 #pragma once
 
@@ -10,18 +10,18 @@
 #include "cpu_team.h"
 
 struct Draw {
-    const void* scores;         // [R, V], `stride` elements from row to row
+    const void* scores;         // R rows of V scores, one per token of the vocabulary; `stride` elements from row to row
     const float* temperature;   // [R]
-    const int64_t* key;         // [R], the row's random stream
-    const int64_t* position;    // [R], counter in the stream
-    const uint8_t* greedy;      // [R], 1: the largest score, lowest id on ties
+    const int64_t* key;         // [R], key of the row's random stream
+    const int64_t* position;    // [R], position of the draw in that stream
+    const uint8_t* greedy;      // [R], 1: take the token with the largest score, and the lowest id on ties
     int64_t* token;             // [R]
     float* peak;                // [R], the largest score / temperature
-    double* log_sum;            // [R], log of the summed exp(scores / temperature - peak); NaN where the peak is not finite
-    float* score;               // [R], the token's score / temperature
-    const uint8_t* keeping;     // [R], 1: the row returns what could be drawn; null: none does
-    int32_t* kept;              // [R, V], room for those token ids; afterwards they stand row after row without gaps
-    int64_t* kept_counts;       // [R], 0 in the other rows
+    double* log_sum;            // [R], log of the sum of exp(scores / temperature - peak); NaN if the peak is not finite
+    float* score;               // [R], the drawn token's score / temperature
+    const uint8_t* keeping;     // [R], 1: the row returns the tokens that could be drawn; null: no row returns them
+    int32_t* kept;              // [R, V], buffer for those token ids; on return they are stored row after row without gaps
+    int64_t* kept_counts;       // [R], number of those token ids; 0 for the other rows
     int64_t rows, vocabulary, stride;
 };
 
@@ -30,7 +30,7 @@ typedef int64_t lvec __attribute__((vector_size(LANES * 8)));
 constexpr float UNIT = 4398046511104.0f;
 constexpr int64_t SUMMED = 128;  // tokens per running sum
 
-// In [0, 1): splitmix64 at counter `position` (same bits as random_stream.py).
+// Returns a number in [0, 1): splitmix64 with counter `position` (the same bits as `uniforms` in numerics.py).
 static inline double uniform(int64_t key, int64_t position) {
     uint64_t x = static_cast<uint64_t>(key) + static_cast<uint64_t>(position + 1) * 0x9E3779B97F4A7C15ull;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -39,7 +39,7 @@ static inline double uniform(int64_t key, int64_t position) {
     return static_cast<double>(x >> 11) * 0x1p-53;
 }
 
-// scores / temperature - peak; -inf behind the first `count` lanes.
+// Returns scores / temperature - peak in the first `count` lanes, and -inf in the others.
 template <typename T>
 static inline vec below_peak(const T* scores, int64_t count, float temperature, float peak) {
     vec x;
@@ -55,12 +55,12 @@ static inline vec below_peak(const T* scores, int64_t count, float temperature, 
 
 static inline vec units(vec below_peak) { return exponential(below_peak) * UNIT; }
 
-// Whether a lane may have a weight: exp(-30) is 0.4 units.
+// Whether any lane may have a weight of at least 1, given that exp(-30) * UNIT is 0.4.
 static inline bool any_drawable(vec below_peak) {
 #if WIDE
     return _mm512_cmp_ps_mask((__m512)below_peak, _mm512_set1_ps(-30.0f), _CMP_GT_OQ);
 #else
-    // By signs: without vector instructions of this width a comparison is one of every lane.
+    // Tests the sign bits, because without vector instructions of this width a comparison is compiled lane by lane.
     const vec above = below_peak + 30.0f;
     uint64_t pairs[LANES / 2], unlikely = 0x8000000080000000ull;
     std::memcpy(pairs, &above, sizeof(pairs));
@@ -69,13 +69,13 @@ static inline bool any_drawable(vec below_peak) {
 #endif
 }
 
-// Writes the ids of the lanes that have a weight to `out`, lane 0 being `id`; returns the end.
+// Writes the token ids of the lanes with a weight of at least 1 to `out` and returns the new end. Lane 0 has token id `id`.
 static inline int32_t* write_drawable(vec units, int32_t id, int32_t* out) {
 #if WIDE
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __mmask16 which = _mm512_cmp_ps_mask((__m512)units, _mm512_set1_ps(1.0f), _CMP_GE_OQ);
     const int found = __builtin_popcount(which);
-    // Compressed in a register: to memory it takes some processors a hundred cycles.
+    // Compresses in a register, because some processors need a hundred cycles to compress to memory.
     const __m512i ids = _mm512_maskz_compress_epi32(which, _mm512_add_epi32(lanes, _mm512_set1_epi32(id)));
     _mm512_mask_storeu_epi32(out, (1u << found) - 1, ids);
     return out + found;
@@ -86,7 +86,7 @@ static inline int32_t* write_drawable(vec units, int32_t id, int32_t* out) {
 #endif
 }
 
-// The sum of the weights of a block; with KEEPS also writes the ids of the tokens that have one to `out`, and moves it on.
+// Returns the sum of a block's weights. With KEEPS, also writes the ids of tokens with a weight of at least 1 and advances `out`.
 template <bool KEEPS, typename T>
 static inline int64_t weigh_block(
     const T* scores, int64_t begin, int64_t end, float temperature, float peak, int32_t*& out
@@ -94,7 +94,7 @@ static inline int64_t weigh_block(
     lvec total = lvec{};
     for (int64_t i = begin; i < end; i += LANES) {
         const vec x = below_peak(scores + i, std::min<int64_t>(LANES, end - i), temperature, peak);
-        // Filters leave few.
+        // Filters such as top-k leave few tokens, so most vectors are skipped.
         if (!any_drawable(x)) continue;
         const vec u = units(x);
         total += __builtin_convertvector(u, lvec);
@@ -105,7 +105,7 @@ static inline int64_t weigh_block(
     return sum;
 }
 
-// The largest score, and whether a score is NaN; those are left out.
+// Returns the largest score, and whether any score is NaN. NaN is ignored in the maximum.
 template <typename T>
 static inline std::pair<float, bool> peak_of(const T* scores, int64_t count) {
     vec top = vec{} - INFINITY;
@@ -135,7 +135,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
     const auto [largest_score, is_bad] = peak_of(scores, V);
     const float peak = is_bad ? NAN : largest_score / temperature;
     int64_t token = 0;
-    // The search takes a fifth of the time of a draw, so it is made only if its result is used.
+    // This search takes a fifth of the time of a draw, so it runs only if its result is used.
     if (d.greedy[row] || !std::isfinite(peak))
         while (token < V - 1 && load_one(scores + token) != largest_score) token++;
     const bool keeps = d.keeping && d.keeping[row];
@@ -157,7 +157,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
     }
     if (keeps) d.kept_counts[row] = out - (d.kept + row * V);
     if (!d.greedy[row]) {
-        // The product rounds up to the total itself for the largest uniforms.
+        // For the largest uniforms, the product rounds up to the total itself.
         const double part = uniform(d.key[row], d.position[row]);
         const int64_t level = std::min(static_cast<int64_t>(part * static_cast<double>(total)), total - 1);
         const int64_t block = std::upper_bound(sums, sums + (V + SUMMED - 1) / SUMMED, level) - sums;
@@ -180,7 +180,7 @@ static void draw_row(const Draw& d, int64_t row, int64_t* sums) {
     d.score[row] = load_one(scores + token) / temperature;
 }
 
-// Returns the number of kept ids.
+// Returns the number of token ids in `kept`.
 template <typename T>
 static int64_t draw(const Draw& d, const team::Crew& crew) {
     crew.share(d.rows, [&](int64_t row) {

@@ -1,9 +1,9 @@
 // Attention over a prefix tree, forward and backward, for a trainer's own pass.
 //
-// Tokens are in depth-first order; query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] - positions[k]
-// < window. Queries and keys go in blocks of BLOCK; pairs of blocks that see nothing of each other are skipped, and masks are
-// made for those that see a part. The forward keeps a log-sum-exp per row, from which the backward computes the
-// probabilities anew (arXiv 2205.14135). Sums are float32. Their order depends on the tree alone, not on the threads.
+// Tokens are in depth-first order. Query q attends to key k iff k <= q < ends[k] and, with a window, positions[q] - positions[k]
+// < window. Queries and keys are processed in blocks of BLOCK. Pairs of blocks without an attended key are skipped, and pairs in
+// which some keys are not attended are masked. The forward stores a log-sum-exp per row, from which the backward recomputes
+// the probabilities (arXiv 2205.14135). Sums are float32. Their order depends on the tree alone, not on the threads.
 
 #pragma once
 
@@ -18,30 +18,30 @@ namespace tree {
 
 constexpr int64_t BLOCK = 64;
 
-struct Strided {  // [heads, L, width], elements from one head and from one row to the next; a row is contiguous
+struct Strided {  // [heads, L, width]; `head` and `row` are strides in elements, and a row is contiguous
     void* at;
     int64_t head, row;
 };
 
-struct Attention {
-    Strided query, key, value, out, out_gradient, query_gradient, key_gradient, value_gradient;  // the last four: backward
-    float* sums;                      // [H, L], log of the sum of exponentials
-    const int32_t *ends, *positions;  // [L]
+struct Attention {  // L tokens, H query heads
+    Strided query, key, value, out, out_gradient, query_gradient, key_gradient, value_gradient;  // the last four: backward only
+    float* sums;                      // [H, L], log of the sum of exponentials of each row
+    const int32_t *ends, *positions;  // [L]; ends[k] is one past the last token that may attend to key k
     int64_t length, heads, kv_heads, head_dim, value_dim;
-    int64_t window;                   // 0: none
-    int64_t first;                    // token of the first query, a multiple of BLOCK; the rows of queries begin with it
-    float scaling, softcap;           // softcap 0: none
+    int64_t window;                   // a query attends to keys less than `window` positions before it; 0: no limit
+    int64_t first;                    // token of row 0 of query, out and their gradients, a multiple of BLOCK
+    float scaling, softcap;           // a soft-cap of 0 is not applied
 };
 
 // --- products of blocks -----------------------------------------------------------------------------------------------------
 
-// A product's operands: `a` in rows, `b` in groups of STEP of its rows, with a group's elements of one column side by side.
+// Operands of a product: `a` is stored in rows, `b` in groups of STEP rows with the STEP elements of each column adjacent.
 template <typename C>
 struct Product : Units<C> {
     static constexpr int64_t STEP = Units<C>::DEEP;
     static inline auto take(const C* p) { return Units<C>::of(load(reinterpret_cast<const float*>(p))); }
 };
-// Two rows of `b`, [2][width].
+// Stores two rows of `b`: as float32 [2][width], as bfloat16 [width][2].
 static inline void pack(float* p, int64_t width, vec first, vec second) {
     store(p, first);
     store(p + width, second);
@@ -59,7 +59,7 @@ constexpr int TILE = 4;
 constexpr int TILE = 2;
 #endif
 
-// out[TILE][V * LANES] (+)= a[TILE][depth] * b[depth][V * LANES]
+// out[TILE][V * LANES] = a[TILE][depth] * b[depth][V * LANES], or += with `add`.
 template <int V, typename C>
 static inline void corner(const C* a, int64_t a_stride, const C* b, int64_t width, int64_t depth, float* out, int64_t out_stride,
                           bool add) {
@@ -79,7 +79,7 @@ static inline void corner(const C* a, int64_t a_stride, const C* b, int64_t widt
         for (int v = 0; v < V; v++) store(out + m * out_stride + v * LANES, sum[m][v]);
 }
 
-// out[rows][width] (+)= a[rows][depth] * b[depth][width]; rows is a multiple of TILE, width and depth of 16.
+// out[rows][width] = a[rows][depth] * b[depth][width], or += with `add`. rows is a multiple of TILE, width and depth of 16.
 template <typename C>
 static void gemm(const C* a, int64_t rows, const C* b, int64_t width, int64_t depth, float* out, bool add) {
     for (int64_t n = 0; n < width; n += 4 * LANES) {
@@ -101,7 +101,7 @@ static void gemm(const C* a, int64_t rows, const C* b, int64_t width, int64_t de
 
 static inline int64_t padded(int64_t width) { return (width + 15) / 16 * 16; }
 
-// `rows` rows of a tensor, with zeros up to BLOCK rows of `wide` columns.
+// Copies `rows` rows of a tensor, padded with zeros to BLOCK rows of `wide` columns.
 template <typename C, typename T>
 static void copy_rows(C* out, const T* in, int64_t stride, int64_t rows, int64_t width, int64_t wide) {
     std::fill(out, out + BLOCK * wide, C{});
@@ -109,7 +109,7 @@ static void copy_rows(C* out, const T* in, int64_t stride, int64_t rows, int64_t
         for (int64_t d = 0; d < width; d++) out[r * wide + d] = as<C>(in[r * stride + d]);
 }
 
-// From copied rows [BLOCK][wide]: their transpose [wide][BLOCK].
+// Transposes copied rows from [BLOCK][wide] to [wide][BLOCK].
 template <typename C>
 static void transpose(C* out, const C* rows, int64_t wide) {
     for (int64_t r = 0; r < BLOCK; r += 16)
@@ -117,7 +117,7 @@ static void transpose(C* out, const C* rows, int64_t wide) {
             for (int64_t i = 0; i < 16; i++) out[d * BLOCK + r + i] = rows[(r + i) * wide + d];
 }
 
-// The transpose as `b` of a product: [wide / STEP][BLOCK][STEP].
+// Transposes copied rows to the layout of `b` in a product, [wide / STEP][BLOCK][STEP].
 template <typename C>
 static void transpose_pairs(C* out, const C* rows, int64_t wide) {
     constexpr int64_t STEP = Product<C>::STEP;
@@ -126,7 +126,7 @@ static void transpose_pairs(C* out, const C* rows, int64_t wide) {
             std::memcpy(out + d * BLOCK + r * STEP, rows + r * wide + d, STEP * sizeof(C));
 }
 
-// The rows as `b` of a product: [BLOCK / STEP][wide][STEP].
+// Converts copied rows to the layout of `b` in a product, [BLOCK / STEP][wide][STEP].
 template <typename C>
 static void pairs(C* out, const C* rows, int64_t wide) {
     constexpr int64_t STEP = Product<C>::STEP;
@@ -135,7 +135,7 @@ static void pairs(C* out, const C* rows, int64_t wide) {
             for (int64_t i = 0; i < STEP; i++) out[r * wide + d * STEP + i] = rows[(r + i) * wide + d];
 }
 
-// Memory for `count` elements, aligned for vectors, not initialised.
+// Uninitialised memory for `count` elements, aligned for vectors.
 template <typename C>
 class Buffer {
   public:
@@ -150,16 +150,16 @@ class Buffer {
     C* start;
 };
 
-// --- which blocks see each other --------------------------------------------------------------------------------------------
+// --- which blocks attend to each other --------------------------------------------------------------------------------------
 
 struct Pair {
     int64_t query, key;
-    bool whole;  // every query sees every key
+    bool whole;  // every query attends to every key
 };
 
 struct Plan {
     int64_t length, blocks;
-    std::vector<int32_t> ends, positions;  // to a multiple of BLOCK; nothing sees what was added
+    std::vector<int32_t> ends, positions;  // padded to a multiple of BLOCK; no query attends to the padding
     std::vector<std::vector<Pair>> of_query, of_key;
 
     explicit Plan(const Attention& a) : length(a.length), blocks((a.length + BLOCK - 1) / BLOCK), of_query(blocks), of_key(blocks) {
@@ -188,7 +188,7 @@ struct Plan {
     int64_t rows(int64_t block) const { return std::min(BLOCK, length - block * BLOCK); }
 };
 
-// Lanes of keys [key, key + LANES) that `query` sees.
+// Returns the mask of the keys in [key, key + LANES) that `query` attends to.
 static inline ivec visible(const Plan& plan, int64_t window, int64_t query, int64_t key) {
     ivec lane, end, position;
     for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -204,14 +204,14 @@ static inline ivec visible(const Plan& plan, int64_t window, int64_t query, int6
 
 // --- forward ----------------------------------------------------------------------------------------------------------------
 
-// One row of scores: scaled, softened, masked. Returns the largest.
+// Scales, soft-caps and masks one row of scores. Returns the largest score.
 static inline float shape_scores(const Attention& a, const Plan& plan, const Pair& pair, int64_t row, float* scores) {
     vec top = vec{} - INFINITY;
     for (int64_t i = 0; i < BLOCK; i += LANES) {
         vec x = load(scores + i) * a.scaling;
         if (a.softcap != 0.0f) x = a.softcap * hyperbolic_tangent(x / a.softcap);
         if (!pair.whole) x = visible(plan, a.window, pair.query * BLOCK + row, pair.key * BLOCK + i) ? x : vec{} - INFINITY;
-        // A NaN in x is passed on, one in top kept.
+        // A NaN stays in the row and makes the sum of its exponentials NaN, whatever `top` is.
         top = top > x ? top : x;
         store(scores + i, x);
     }
@@ -279,15 +279,15 @@ static void forward(const Attention& a, const team::Crew& crew) {
 
 // --- backward ---------------------------------------------------------------------------------------------------------------
 
-// Keys and values of one KV head: transposed as `b`, and keys in rows as `b`.
+// Keys and values of all KV heads in the layout of `b`: both of them transposed, and the keys also in rows.
 template <typename C>
 struct KeyForms {
     Buffer<C> key_columns, value_columns, key_rows;
     KeyForms(int64_t count, int64_t D, int64_t V) : key_columns(count * D), value_columns(count * V), key_rows(count * D) {}
 };
 
-// Probabilities and gradients of scores of two rows of a pair of blocks, from scores and the products of out_gradient
-// with the values.
+// Computes the probabilities and the gradients of the scores for two rows of a pair of blocks, from the scores and from the
+// products of out_gradient with the values.
 template <typename C>
 static inline void two_rows(const Attention& a, const Plan& plan, const Pair& pair, int64_t row, const float* scores,
                             const float* products, const float* sums, const float* deltas, C* weights, C* gradients,
@@ -312,7 +312,7 @@ static inline void two_rows(const Attention& a, const Plan& plan, const Pair& pa
     }
 }
 
-// One query head: its query gradient, and its parts of the gradients of keys and values, transposed in blocks.
+// Computes the query gradient of one query head, and its parts of the key and value gradients, in transposed blocks.
 template <typename T, typename C>
 static void backward_head(const Attention& a, const Plan& plan, int64_t head, const C* key_columns, const C* value_columns,
                           const C* key_rows, float* key_part, float* value_part) {
@@ -363,7 +363,7 @@ static void backward_head(const Attention& a, const Plan& plan, int64_t head, co
     }
 }
 
-// Adds the parts of a group's query heads, [group][wide][BLOCK] of one block each, `apart` from each other.
+// Adds up the parts of one block from a group's query heads: [wide][BLOCK] each, with `apart` elements from one to the next.
 template <typename T>
 static void add_parts(const Strided& to, int64_t kv_head, int64_t first, int64_t rows, int64_t width, int64_t wide,
                       const float* parts, int64_t group, int64_t apart) {
