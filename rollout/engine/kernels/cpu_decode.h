@@ -1,4 +1,4 @@
-// Several decode steps of the same rows in one call: forward, draw, and the drawn tokens as the input of the next step.
+// Several decode steps of the same R rows in one call. The tokens that a step draws are the input of the next step.
 
 #pragma once
 
@@ -6,17 +6,17 @@
 #include "cpu_sampling.h"
 
 struct Decode {
-    int64_t *ids, *positions;      // [R], those of the step
-    int64_t* slots;                // [R], those of the step
-    int64_t* counters;             // [R], those of the draw, in the rows' random streams
-    const int32_t* stop_ids;       // [R, stops], tokens that end a row
-    const int32_t* asked;          // not 0 when no further step is to be made: another thread may set it meanwhile
-    int64_t* tokens;               // [R, steps], what each step has drawn
-    float* logprobs;               // [R, steps], NaN where a row had no finite largest score
-    int64_t stops, steps;  // steps: the most to make, at least 1
+    int64_t *ids, *positions;      // [R], the arrays of `Step`, updated after each step
+    int64_t* slots;                // [R], the array of `Step`, updated after each step
+    int64_t* counters;             // [R], `position` of `Draw`: each row's position in its random stream, updated likewise
+    const int32_t* stop_ids;       // [R, stops], token ids that finish a row
+    const int32_t* asked;          // no further step starts once this is not 0; another thread may set it at any time
+    int64_t* tokens;               // [R, steps], the token that each step has drawn
+    float* logprobs;               // [R, steps], NaN if the row's largest score was not finite
+    int64_t stops, steps;  // number of stop ids per row; maximum number of steps, at least 1
 };
 
-// Stores what a step has drawn; returns whether a row ends by it, or has failed.
+// Stores the tokens and log-probs of a step. Returns whether any row has drawn a stop id or has a NaN log-prob.
 inline bool take(const Draw& d, const Decode& run, int64_t made) {
     bool ends = false;
     for (int64_t row = 0; row < d.rows; row++) {
@@ -39,11 +39,11 @@ inline void advance(const Step& s, const Draw& d, const Decode& run) {
     }
 }
 
-// Returns the number of steps made. A step by which a row ends is the last.
+// Returns the number of steps made. No further step starts after one in which `take` returns true.
 template <typename T>
 static int64_t decode(const Model& m, const Step& s, const Draw& d, const Decode& run) {
     const team::Crew crew(s.threads);
-    Step now = s;  // its hidden states are [steps, R, m.hidden]
+    Step now = s;  // `hidden`, if not null, is [steps, R, m.hidden]
     for (int64_t made = 0;; made++) {
         Forward<T>{m, now, crew}.run();
         draw<T>(d, crew);

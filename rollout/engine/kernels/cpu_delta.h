@@ -1,10 +1,10 @@
-// Gated delta rule: linear attention whose memory is a matrix per head (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
+// Gated delta rule: linear attention whose state is a matrix S per head (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 //
-// Of a head with query q and key k of unit length (q over sqrt(key_dim)), value v, decay a and step b, its state S goes on by
+// Query q and key k have unit length, and q is divided by sqrt(key_dim). With value v, decay a and step b, a token computes
 //     S = a S;   d = b (v - S^T k);   S = S + k d^T;   out = S^T q
-// in float32, token by token, for prompts too: the form in chunks (arXiv 2406.06484; transformers' torch_chunk_gated_delta_rule)
-// takes more multiplications, and its bits depend on where a prompt was cut. Columns of S do not depend on each other: a few
-// at a time stay in the first-level cache, and one pass over them updates S by one token and reads it for the next.
+// in float32, token by token, even for prompts. The chunked form (arXiv 2406.06484; transformers' torch_chunk_gated_delta_rule)
+// needs more multiplications, and its bits depend on where a prompt was cut. The columns of S are independent, so a few of them
+// at a time stay in the first-level cache. One pass over them updates S with one token and reads it for the next token.
 
 #pragma once
 
@@ -14,34 +14,34 @@
 #include "cpu_rows.h"
 
 struct DeltaNet {
-    Linear qkv, z, b, a;       // interleaved: qkv has z too, and b has a, key head by key head
+    Linear qkv, z, b, a;       // if `interleaved`, qkv also contains z, and b also contains a, key head by key head
     const void* convolution;   // [channels, kernel]
-    const void *a_log, *bias;  // [value_heads]: a = exp(-exp(a_log) * softplus(a + bias))
+    const void *a_log, *bias;  // [value_heads]: decay = exp(-exp(a_log) * softplus(a + bias))
     const void* norm;          // [value_dim]
-    void* inputs;              // [slots, kernel, channels], the last ones of the convolution
+    void* inputs;              // [slots, kernel, channels], the last `kernel` inputs of the convolution
     float* states;             // [slots, value_heads, key_dim, value_dim]
     int64_t inputs_stride, states_stride;  // elements from one slot to the next
-    int64_t key_heads, value_heads, key_dim, value_dim, kernel;  // value_heads 0: the layer is none of these
+    int64_t key_heads, value_heads, key_dim, value_dim, kernel;  // value_heads 0: the layer has no delta rule
     int64_t interleaved;
 
     int64_t keys() const { return key_heads * key_dim; }
     int64_t values() const { return value_heads * value_dim; }
     int64_t channels() const { return 2 * keys() + values(); }                // queries, keys, values
-    int64_t width() const { return channels() + values() + 2 * value_heads; }  // and z, b, a
+    int64_t width() const { return channels() + values() + 2 * value_heads; }  // plus z, b, a
 };
 
 // The sequences of a step.
 struct Sequences {
-    const int64_t *offsets, *states;  // [count + 1], [count] slots
+    const int64_t *offsets, *states;  // [count + 1], index of each one's first position; [count], state slots
     int64_t count;
 };
 
-// Columns [begin, end) of a projection, and where they go in the row of a position.
+// Columns [begin, end) of a projection (0 qkv, 1 z, 2 b, 3 a), and their offset `target` in the row of a position.
 struct Columns {
     int64_t linear, begin, end, target;
 };
 
-// The projections of a layer, in pieces of at most `most` columns.
+// Divides the projections of a layer into pieces of at most `most` columns.
 static std::vector<Columns> columns_of(const DeltaNet& d, int64_t most) {
     std::vector<Columns> found;
     int64_t read[4] = {};
@@ -72,10 +72,10 @@ static std::vector<Columns> columns_of(const DeltaNet& d, int64_t most) {
     return found;
 }
 
-constexpr int64_t MOST_TAPS = 8;   // of a convolution
-constexpr int64_t CHANNELS = 64;   // per job
+constexpr int64_t MOST_TAPS = 8;   // maximum kernel size of a convolution
+constexpr int64_t CHANNELS = 64;   // channels per job
 
-// Causal convolution of each channel over the last `kernel` positions, and SiLU, in place: the first channels() of each row.
+// Applies a causal convolution over the last `kernel` positions, then SiLU, in place to the first channels() of each row.
 template <typename T>
 static void convolve(const DeltaNet& d, const Sequences& all, T* rows, const team::Crew& crew) {
     const int64_t channels = d.channels(), width = d.width(), taps = d.kernel;
@@ -91,12 +91,12 @@ static void convolve(const DeltaNet& d, const Sequences& all, T* rows, const tea
             T* state = static_cast<T*>(d.inputs) + all.states[s] * d.inputs_stride + begin;
             const auto input = [&](int64_t t) { return t < 0 ? before[taps + t] : x + t * width; };
             const auto copy = [&](T* to, const T* from) {
-                if (count == CHANNELS) std::memcpy(to, from, CHANNELS * sizeof(T));  // of known size: no call
+                if (count == CHANNELS) std::memcpy(to, from, CHANNELS * sizeof(T));  // a constant size compiles without a call
                 else std::memcpy(to, from, count * sizeof(T));
             };
             for (int64_t k = 0; k < taps; k++) copy(before[k], state + k * channels);
             for (int64_t k = 0; k < taps; k++) copy(state + k * channels, input(length - taps + k));
-            // From the last position on, as each needs those before it.
+            // Runs from the last position to the first, because each output overwrites an input of the later positions.
             for (int64_t t = length - 1; t >= 0; t--) {
                 for (int64_t c = 0; c < count; c += LANES) {
                     const int64_t real = std::min<int64_t>(LANES, count - c);
@@ -114,8 +114,8 @@ static void convolve(const DeltaNet& d, const Sequences& all, T* rows, const tea
     });
 }
 
-constexpr int64_t STRIPE = 2 * LANES;  // columns of a state at a time
-constexpr int64_t TOKENS = 64;         // whose queries and keys are prepared at a time
+constexpr int64_t STRIPE = 2 * LANES;  // columns of a state that are processed together
+constexpr int64_t TOKENS = 64;         // tokens whose queries and keys are prepared together
 
 // x · y
 template <typename T>
@@ -142,8 +142,8 @@ struct Stripe {
     int64_t stride;
 };
 
-// One pass over a stripe of `depth` rows: to = S = decay from + before d^T, then S^T key and S^T query. Even rows and odd ones
-// are summed apart, so that the sums do not wait for each other.
+// One pass over a stripe of `depth` rows: to = decay * from + before d^T, by_key = to^T key, by_query = to^T query. Even and odd
+// rows are summed separately, so that the additions do not wait for each other.
 static inline void pass(const Stripe& from, const Stripe& to, int64_t depth, float decay, const float* before, const vec (&d)[2],
                         const float* key, const float* query, vec (&by_key)[2], vec (&by_query)[2]) {
     vec sums[2][4] = {};
@@ -162,9 +162,9 @@ static inline void pass(const Stripe& from, const Stripe& to, int64_t depth, flo
     }
 }
 
-// Up to TOKENS positions of one head.
+// Up to TOKENS positions of one value head.
 struct Run {
-    float *query, *key, *nothing, *stripe;  // [TOKENS, key_dim] twice, [key_dim] zeros, [key_dim, STRIPE]
+    float *query, *key, *nothing, *stripe;  // [TOKENS, key_dim] each for query and key, [key_dim] zeros, [key_dim, STRIPE]
     float decay[TOKENS], step[TOKENS], both[TOKENS];
 
     Run(const DeltaNet& d, float* scratch)
@@ -190,13 +190,13 @@ struct Run {
         }
     }
 
-    // Columns [column, column + STRIPE) of the state, and of the outputs.
+    // Computes columns [column, column + STRIPE) of the state and of the outputs.
     template <typename T>
     void stripe_of(const DeltaNet& d, const T* rows, int64_t count, int64_t head, int64_t column, float* state, T* out) {
         const int64_t real = std::min(STRIPE, d.value_dim - column), depth = d.key_dim;
         const int64_t lanes[2] = {std::min<int64_t>(LANES, real), real - std::min<int64_t>(LANES, real)};
         const Stripe near{stripe, STRIPE}, whole{state + column, d.value_dim}, kept = real == STRIPE ? whole : near;
-        // Part of a stripe is padded.
+        // A partial stripe is copied and padded with zeros.
         for (int64_t row = 0; row < depth && real < STRIPE; row++) {
             std::copy(whole.rows + row * d.value_dim, whole.rows + row * d.value_dim + real, stripe + row * STRIPE);
             std::fill(stripe + row * STRIPE + real, stripe + (row + 1) * STRIPE, 0.0f);
@@ -216,14 +216,14 @@ struct Run {
             last = decay[i];
             before = k;
         }
-        // The same code as for the tokens before, so that a state does not depend on what is computed together.
+        // Runs the same code as for the tokens above, so that a state does not depend on how many tokens are computed together.
         pass(near, kept, depth, last, before, difference, nothing, nothing, by_key, by_query);
         for (int64_t row = 0; row < depth && real < STRIPE; row++)
             std::copy(stripe + row * STRIPE, stripe + row * STRIPE + real, whole.rows + row * d.value_dim);
     }
 };
 
-// out = norm(out) * silu(z), rounded where transformers' RMSNormGated rounds; `width` elements.
+// out = norm(out) * silu(z) for `width` elements, rounded where transformers' RMSNormGated rounds.
 template <typename T>
 static void gated_norm(const T* z, const void* weight, T* out, int64_t width, float epsilon) {
     const T* w = static_cast<const T*>(weight);
@@ -236,7 +236,7 @@ static void gated_norm(const T* z, const void* weight, T* out, int64_t width, fl
     }
 }
 
-// The recurrence over `rows` [P, width()], and the gated norm of its outputs [P, values()].
+// Runs the recurrence over `rows` [positions, width()] and stores the gated norm of its outputs [positions, values()].
 template <typename T>
 static void delta_rule(const DeltaNet& d, const Sequences& all, const T* rows, T* out, float epsilon, const team::Crew& crew) {
     crew.share(all.count * d.value_heads, [&](int64_t job) {

@@ -1,4 +1,4 @@
-// Sparse mixture of experts: each position goes through the experts that its router chooses, grouped by expert.
+// Sparse mixture of experts. The router chooses experts for each of P positions, and the positions are batched by expert.
 
 #pragma once
 
@@ -13,20 +13,20 @@ struct Experts {
     const void *router, *gate_up, *down;  // [count, hidden], [count, 2 * inner, hidden], [count, hidden, inner]; null: no experts
     int64_t count, chosen, inner;
     int32_t normalised;                   // whether the chosen probabilities are divided by their sum
-    int32_t wide;                         // whether they stay float32
+    int32_t wide;                         // whether they, and the products of expert outputs with them, stay float32
 };
 
 // Activations of one layer.
 template <typename T>
 struct Mixture {
     T* scores;                    // [P, count]
-    T *gathered, *mixed;          // [P * chosen, hidden], ordered by expert
+    T *gathered, *mixed;          // [P * chosen, hidden], inputs and outputs of the experts, ordered by expert
     float* shares;                // [P, chosen]
-    int64_t *chosen, *places;     // [P, chosen], expert, row of `gathered`
+    int64_t *chosen, *places;     // [P, chosen], the chosen experts, and their rows of `gathered`
 };
 
-// The `chosen` most probable experts of one position, and their shares. Ties fall as in torch.topk on a CPU, which sorts the
-// same pairs by the same algorithms.
+// Finds the most probable experts of one position, and their shares of its output. Ties are resolved as in torch.topk on a CPU,
+// which sorts the same pairs with the same algorithms.
 template <typename T>
 static void choose(const Experts& e, const T* scores, int64_t* chosen, float* shares) {
     static thread_local std::vector<std::pair<float, int64_t>> ranked;
@@ -38,7 +38,7 @@ static void choose(const Experts& e, const T* scores, int64_t* chosen, float* sh
         total += ranked[i].first;
     }
     for (auto& each : ranked) each.first /= total;
-    // A NaN comes first, so that the order stays strict.
+    // A NaN is ordered before all numbers, so that this is a strict weak ordering.
     const auto before = [](const auto& x, const auto& y) {
         return (std::isnan(x.first) && !std::isnan(y.first)) || x.first > y.first;
     };
@@ -58,7 +58,7 @@ static void choose(const Experts& e, const T* scores, int64_t* chosen, float* sh
     }
 }
 
-// x += mixture of `in` [P, hidden] + shared [P, hidden], if not null; gate and up: [P * chosen, inner] each.
+// x += mixture of `in` [P, hidden], plus `shared` [P, hidden] if not null. `gate` and `up` are buffers [P * chosen, inner].
 template <typename T>
 static void mix(const Experts& e, int64_t activation, const T* in, int64_t P, int64_t hidden, const Mixture<T>& at, T* gate, T* up,
                 const T* shared, T* x, const team::Crew& crew) {
@@ -79,7 +79,7 @@ static void mix(const Experts& e, int64_t activation, const T* in, int64_t P, in
     rows_of(P * e.chosen, hidden, crew, [&](int64_t i) {
         std::memcpy(at.gathered + at.places[i] * hidden, in + i / e.chosen * hidden, hidden * sizeof(T));
     });
-    // use(group, begin, end) for columns of the matrices of every chosen expert.
+    // Calls use(group, begin, end) for columns [begin, end) of the matrix of every group's expert.
     const auto each_part = [&](int64_t columns, auto&& use) {
         const int64_t chunks = (columns + CHUNK - 1) / CHUNK;
         crew.share(static_cast<int64_t>(groups.size()) * chunks, [&](int64_t job) {

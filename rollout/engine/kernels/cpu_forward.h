@@ -1,6 +1,6 @@
-// The forward of a decoder over the module's own parameters, composed of what a `Layer` names.
+// The forward of a decoder, with the parameters of the PyTorch module itself. The fields of `Layer` select its operations.
 //
-// Activations have the parameters' type and are rounded where the module rounds them, so log-probs equal the trainer's.
+// Activations have the type of the parameters and are rounded where the module rounds them, so log-probs match the trainer's.
 
 #pragma once
 
@@ -18,16 +18,16 @@ struct Norm {
     const void *weight, *bias;  // null weight: no norm
 };
 
-struct Layer {
+struct Layer {  // P positions, R sequences, H query heads, Hkv KV heads, D = head_dim
     Norm before_attention, after_attention, before_mlp, after_mlp;
     Norm query_norm, key_norm;
-    Linear query, key, value, output, gate, up, down;  // without a gate: down(activation(up(x)))
+    Linear query, key, value, output, gate, up, down;  // without `gate`, the MLP is down(activation(up(x)))
     Experts experts;
-    Linear shared_gate;            // of the MLP beside the experts, which all positions go through; null weight: none
-    DeltaNet delta;                // in place of attention
+    Linear shared_gate;            // gate of the shared expert, an MLP that all positions use; null weight: no shared expert
+    DeltaNet delta;                // replaces attention if it has value heads
     void *keys, *values;           // [blocks, block_size, Hkv, D]
     const void *cosines, *sines;   // [positions, rotary_dim]; null: no rotary embedding
-    int64_t window;                // 0: none
+    int64_t window;                // number of positions that a query attends to; 0: all
     int64_t inner;                 // width of the MLP
 };
 
@@ -37,31 +37,31 @@ enum RotaryKind : int64_t { HALVES, PAIRS };
 struct Model {
     const Layer* layers;
     const void *embedding, *head;
-    const void* positions;  // learned embeddings of positions, or null
+    const void* positions;  // learned position embeddings, or null
     Norm norm;
     int64_t count, hidden, heads, kv_heads, head_dim, vocabulary;
-    int64_t inner;          // most elements of a position between the matrices of an MLP
-    int64_t experts, chosen, rank;  // most of a layer; 0: none
-    int64_t norm_kind, norm_whole;  // norm_whole: query and key norms act on all heads together
-    int64_t gated;          // whether each head's queries are followed by a gate of its outputs
-    int64_t delta_width, delta_values;  // most elements of a position in a gated delta rule, and of its outputs; 0: none
-    int64_t shared;         // whether experts have an MLP beside them
-    int64_t rotary_kind, rotary_dim, rotary_wide;  // rotary_wide: tables in float32, and one rounding
+    int64_t inner;          // maximum number of intermediate elements per position in the MLP of any layer
+    int64_t experts, chosen, rank;  // maxima over all layers; 0 if no layer has any
+    int64_t norm_kind, norm_whole;  // norm_whole: query and key norms are computed over all heads together
+    int64_t gated;          // whether the query projection also computes a gate for the output of each head
+    int64_t delta_width, delta_values;  // maximum elements per position of a delta rule's projections and outputs, or 0
+    int64_t shared;         // whether there is a shared expert
+    int64_t rotary_kind, rotary_dim, rotary_wide;  // rotary_wide: the tables are float32, and a rotation is rounded once
     int64_t activation;
-    float epsilon, scaling, embedding_scale, softcap, final_softcap;  // softcap 0: none
+    float epsilon, scaling, embedding_scale, softcap, final_softcap;  // a soft-cap of 0 is not applied
 };
 
 struct Step {
     const int64_t *ids, *positions;          // [P]
-    const int64_t* slots;                    // [P], slot mapping of K and V, block * block_size + offset
-    const int64_t* offsets;                  // [R + 1]
-    const int64_t* tables;                   // [R, width]
-    const int64_t* keep;                     // [kept], positions whose logits are wanted
-    const int64_t* states;                   // [R], state slots; not read without recurrent layers
+    const int64_t* slots;                    // [P], slot of each position in the KV cache, block * block_size + offset
+    const int64_t* offsets;                  // [R + 1], index of each sequence's first position among the P positions
+    const int64_t* tables;                   // [R, width], block ids
+    const int64_t* keep;                     // [kept], indices of the positions whose logits are computed
+    const int64_t* states;                   // [R], state slots; read only by recurrent layers
     void* logits;                            // [kept, vocabulary]
     void* workspace;
-    int64_t* routes;                         // [mixtures, P * m.chosen], the experts that are chosen; null: not wanted
-    void* hidden;                            // [kept, m.hidden], what the head reads; null: not wanted
+    int64_t* routes;                         // [layers with experts, P * m.chosen], the chosen experts; null: not stored
+    void* hidden;                            // [kept, m.hidden], the input of the head; null: not stored
     int64_t count, sequences, width, block_size, kept, threads;
 };
 
@@ -70,7 +70,7 @@ template <typename T>
 struct Buffers {
     T *x, *h, *projected, *attended, *gate, *up;
     T *shared, *shares;  // [P, hidden], [P]
-    char* low;  // 4 times [P, rank]
+    char* low;  // first products of up to four adapters, [P, rank] each
     Mixture<T> mixture;
     int64_t bytes = 0;
 
@@ -99,7 +99,7 @@ struct Buffers {
     }
 };
 
-// The parts of a forward: each distributes its work over the crew and returns when all of it is done.
+// The parts of a forward. Each part distributes its work over the crew and returns when all of it is done.
 template <typename T>
 struct Forward {
     const Model& m;
@@ -108,7 +108,7 @@ struct Forward {
     const int64_t P = s.count, D = m.head_dim, H = m.heads, K = m.kv_heads, heads = (1 + m.gated) * H + 2 * K, width = heads * D;
     const Buffers<T> at{m, P, s.kept, s.workspace};
 
-    // use(row) for rows [0, count), of m.hidden elements each.
+    // Calls use(row) for rows [0, count) of m.hidden elements each.
     template <typename Use>
     void each_row(int64_t count, Use&& use) const {
         rows_of(count, m.hidden, crew, use);
@@ -132,14 +132,14 @@ struct Forward {
         }
     }
 
-    // The residual stream, normalised if the layer does so.
+    // Returns the residual stream, normalised if the layer has this norm.
     const T* normed(const Norm& norm) const {
         if (!norm.weight) return at.x;
         each_row(P, [&](int64_t p) { norm_row(norm, at.x + p * m.hidden, at.h + p * m.hidden, m.hidden); });
         return at.h;
     }
 
-    // The first products of the adapters of up to four layers that read the same rows.
+    // Computes the first products of the adapters of up to four linear layers that read the same rows.
     void lower(std::initializer_list<const Linear*> layers, const T* in, int64_t depth) const {
         constexpr int64_t SOME = 8;
         if (std::none_of(layers.begin(), layers.end(), [](const Linear* l) { return l->adapter.down; })) return;
@@ -154,7 +154,7 @@ struct Forward {
     }
     void* low(int64_t index) const { return at.low + index * P * m.rank * static_cast<int64_t>(sizeof(float)); }
 
-    // Columns [begin, end) of a layer for some rows; `index`: its place in `lower`.
+    // Computes columns [begin, end) of a linear layer for `count` rows. `index` is the layer's index in the call of `lower`.
     void linear(const Linear& l, int64_t index, const T* in, int64_t first, int64_t count, int64_t begin, int64_t end,
                 int64_t columns, int64_t depth, T* out, int64_t stride) const {
         linear_part(l, in, first, count, begin, end, columns, depth, out, stride);
@@ -163,15 +163,15 @@ struct Forward {
         else adapter_up(l.adapter, static_cast<const T*>(low(index)), first, count, begin, end, columns, out, stride);
     }
 
-    // Columns of a layer per job: of Conv1D's weight too more while memory is waited for, of which the columns of a row lie side
-    // by side in memory, in whole cache lines.
+    // Returns the columns of a linear layer per job. With few rows, reading the weight is the bottleneck, so jobs are larger. In
+    // Conv1D's layout the columns of a row are adjacent, so there a job takes a multiple of whole cache lines.
     int64_t columns_per_job(const Linear& l, int64_t columns, int64_t depth) const {
         if (!l.stride) return chunk_of(P, columns, depth * sizeof(T), crew.threads);
         if (P > STREAMED_ROWS) return CHUNK;
         return std::clamp(columns / (STREAMED_JOBS * crew.threads) / CHUNK * CHUNK, CHUNK, 4 * CHUNK);
     }
 
-    // Queries, keys, values and gates; the job that computes the last piece of a head normalises, rotates and caches it.
+    // Computes queries, keys, values and gates. The job that computes the last piece of a head normalises, rotates and caches it.
     void project(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
         const int64_t some = layer.query.stride ? columns_per_job(layer.query, H * D, m.hidden) : CHUNK, pieces = (D + some - 1) / some;
@@ -184,7 +184,7 @@ struct Forward {
             const int64_t first = parts.first(part), count = parts.length(part);
             const int64_t kind = head < H || head >= H + 2 * K ? 0 : head < H + K ? 1 : 2;
             const Linear& l = kind == 0 ? layer.query : kind == 1 ? layer.key : layer.value;
-            // A head's place among the columns of its projection.
+            // The first column of the head in its projection, in units of D.
             const int64_t own = head < H ? head * (1 + m.gated) : head < H + 2 * K ? (head - H) % K : 2 * (head - H - 2 * K) + 1;
             const int64_t begin = own * D + piece * some, end = own * D + std::min(D, (piece + 1) * some);
             linear(l, kind, in, first, count, begin, end, (kind == 0 ? (1 + m.gated) * H : K) * D, m.hidden,
@@ -244,14 +244,14 @@ struct Forward {
         });
     }
 
-    // attended *= sigmoid(gate), rounded after both
+    // attended *= sigmoid(gate), rounded after both operations
     void gate_outputs() const {
         rows_of(P, H * D, crew, [&](int64_t p) {
             gate_by_sigmoid(at.attended + p * H * D, at.projected + p * width + (H + 2 * K) * D, H * D);
         });
     }
 
-    // Gated delta rule, from `in` to its outputs in `attended`.
+    // Runs the gated delta rule on `in` and writes its outputs to `attended`.
     void recur(const DeltaNet& d, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
         const std::vector<Columns> pieces = columns_of(d, CHUNK);
@@ -270,7 +270,7 @@ struct Forward {
         delta_rule(d, all, at.projected, at.attended, m.epsilon, crew);
     }
 
-    // out [P, hidden] = in through a linear layer
+    // out [P, hidden] = l(in)
     void transform(const Linear& l, const T* in, int64_t depth, T* out) const {
         const Parts parts(P, depth, sizeof(T));
         const int64_t some = columns_per_job(l, m.hidden, depth), chunks = (m.hidden + some - 1) / some;
@@ -282,7 +282,7 @@ struct Forward {
         });
     }
 
-    // shared = sigmoid(gate(in)) * MLP(in)
+    // shared = sigmoid(shared_gate(in)) * MLP(in)
     void share_mlp(const Layer& layer, const T* in) const {
         widen(layer, in);
         transform(layer.down, at.gate, layer.inner, at.shared);
@@ -293,7 +293,7 @@ struct Forward {
         });
     }
 
-    // x += norm(in through a linear layer)
+    // x += norm(l(in)), or x += l(in) without a norm
     void add_to_stream(const Linear& l, const T* in, int64_t depth, const Norm& norm) const {
         if (!norm.weight && !l.adapter.down && !l.stride)
             return linear_into(in, P, depth, l.weight, l.bias, m.hidden, at.x, crew);
@@ -314,7 +314,7 @@ struct Forward {
             rows_of(s.kept, m.vocabulary, crew, [&](int64_t row) { cap(out + row * m.vocabulary, m.final_softcap, m.vocabulary); });
     }
 
-    // x += what a layer reads from other positions: attention, or a recurrence.
+    // x += the output of the layer's attention or recurrence, which reads other positions.
     void mix_tokens(const Layer& layer, const T* in, Attention& a, const std::vector<Task>& tasks) const {
         if (layer.delta.value_heads) {
             recur(layer.delta, in);
@@ -333,7 +333,7 @@ struct Forward {
         Attention a{at.projected, nullptr, nullptr, at.attended, s.offsets, s.positions, s.tables, s.sequences, s.width,
                     s.block_size, H, K, D, D, width, H * D, 0, m.scaling, m.softcap, nullptr, nullptr};
         const std::vector<Task> tasks = plan(a);
-        // With a window, prefixes are not shared.
+        // Layers with a window need a plan of their own, because with a window sequences do not share prefixes.
         for (int64_t i = 0; i < m.count && !a.window; i++) a.window = m.layers[i].window;
         const std::vector<Task> windowed = a.window ? plan(a) : std::vector<Task>();
         embed();
