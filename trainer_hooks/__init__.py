@@ -1,5 +1,5 @@
 """Integrations with training frameworks, one per module.
 
-Hooks on the optimizer's step raise the policy version, so the training loop need not call anything. This package imports
-nothing, so using one integration does not import the other frameworks.
+Hooks on the optimizer's step increase the policy version, so the training loop need not announce updates. This package
+imports nothing, so using one integration does not import the other frameworks.
 """

@@ -196,7 +196,7 @@ class GenerateHook:
         prompts, each, owners = [], [], []
         for numbers in grouped(rows, params):
             row, chosen = rows[numbers[0]], params[numbers[0]]
-            # Generate only one completion for the greedy rows of a prompt, because they are all equal.
+            # Generate one completion for all greedy rows of a prompt, because their completions would be identical.
             parts = [numbers] if chosen.greedy else [numbers[i : i + most] for i in range(0, len(numbers), most)]
             for part in parts:
                 prompts.append(row.prompt)

@@ -58,7 +58,7 @@ class Follower(RolloutCallback):
 def follow(trainer: Any, manager: RolloutManager, mode: Mode, log: Log, checkpoint: bool, undo: ExitStack) -> Follower:
     """Return a `Follower`. Add it to a trainer without a `RolloutCallback` for `manager`; closing `undo` removes it."""
     follower, handler = Follower(manager, mode, log, checkpoint), trainer.callback_handler
-    # Add nothing if the caller's own RolloutCallback already does the same.
+    # Do not add a callback if the caller's own RolloutCallback already follows the trainer for this manager.
     if any(getattr(callback, "manager", None) is manager for callback in handler.callbacks):
         return follower
 

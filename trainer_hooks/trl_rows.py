@@ -54,8 +54,8 @@ class GeneratedRows:
                 name: _padded([each[part] for each in sets], device) for part, name in enumerate((_IDS, _COUNTS))
             }
         if self._routes and batch.routed_experts is not None:
-            # Keep the routes on the host, because each router copies what it needs to its own device. Add one column
-            # for the single token of a failed row.
+            # Keep the routes on the host, because each router copies what it needs to its own device. Add a column for
+            # the token that TRL gets as the completion of a failed row, and mark that row's routes as missing (-1).
             routes = pad(batch.routed_experts.cpu(), (0, 0, 0, 0, 0, 1), value=-1)
             routes[torch.tensor(failed)] = -1
             self._now[_ROUTES] = routes

@@ -152,11 +152,11 @@ class _Drawn(NamedTuple):
     """The M tokens in the mask, and the S' ids (entries) in the sets that these tokens were drawn from."""
 
     places: Tensor
-    """[M]: the flat index of each token in [N, T]."""
+    """[M]: for each of the M tokens, its flat index in the [N, T] batch."""
     entries: Tensor
     """[S']: the index of each entry in the ids of `kept`."""
     token: Tensor
-    """[S']: which of the M tokens each entry belongs to."""
+    """[S']: for each entry, the index (0 to M - 1) of the token that was drawn from the entry's set."""
     unrestricted: Tensor
     """[U]: which of the M tokens have no set."""
 

@@ -151,7 +151,7 @@ class LLMControl:
         """
         self.refuse_in_group("weights_updated")
         if self.engine.state is not EngineState.STOPPED:
-            # Announce and gather at the same step boundary: no step may run while the weights are sharded.
+            # Announce the weights and gather them at the same step boundary: no step may run while they are sharded.
             with self.engine.locked():
                 self.engine.weights_updated(version)
                 if BLOCK not in self.engine.holds:

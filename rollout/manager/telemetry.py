@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollout.manager.batch.batch import RolloutBatch
 
 NEWEST = 8192
-"""The maximum number of values from which percentiles are computed: the newest values of the interval."""
+"""The maximum number of values from which percentiles are computed: if there are more, only the newest are used."""
 
 
 class _Summary:

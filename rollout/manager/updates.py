@@ -15,7 +15,7 @@ from rollout.state import EngineState, Mode
 
 
 class Updates:
-    """The manager's methods for the time between two `generate` calls. Every rank calls them and waits for the others."""
+    """The manager's methods to call between `generate` calls. Every rank must call them; some wait for all ranks."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds

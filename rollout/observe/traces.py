@@ -53,8 +53,8 @@ def traced(path: str | os.PathLike[str], gather: Callable[[str, bytes], list[byt
             every = gather("trace", zlib.compress(json.dumps(timeline(recorder, _torch_rank() or 0)).encode(), 1))
     finally:
         stop(recorder)
-        # Write this rank's own trace if none were gathered. Without a coordinator the ranks cannot exchange traces, and
-        # after an exception some ranks may never leave their `with` block.
+        # Write this rank's own trace if no other rank's was gathered: without a coordinator the ranks cannot exchange
+        # traces, and after an exception some ranks may never leave their `with` block.
         if every is not None and len(every) < 2:
             write(timeline(recorder, _torch_rank() or 0), own)
     if every is not None and len(every) > 1:

@@ -379,7 +379,7 @@ def values_since(record: DynamicInferenceRequestRecord, start: int, stop: int) -
 
 
 def new_events(record: DynamicInferenceRequestRecord, known: int) -> tuple[bytes | None, int]:
-    """Return (packed events after the first `known` events, number of the sample's events)."""
+    """Return the packed events after the first `known` ones (None if none), and the number of events sent in total."""
     events = record.joined("events") if len(record.segments) > 1 else record.segments[0].events
     count = min(len(events), MAX_EVENTS_SENT)
     return (pack_events(events[known:count]) if count > known else None), count

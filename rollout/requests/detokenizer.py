@@ -173,7 +173,7 @@ class StableText:
         piece = self._detokenizer.push(token_ids)
         if not piece:
             return ""
-        # Check only the held text again: a possible start of a stop string in earlier text would have been held too.
+        # Check only the held text and the new piece: if earlier text could begin a stop string, it would be held too.
         settled = self._held + piece
         safe = len(settled) - _held_back(settled, self._stops)
         self._held = settled[safe:]

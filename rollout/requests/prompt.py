@@ -144,7 +144,7 @@ def _one(item: object, name: str) -> Prompt:
 
 
 def _kind(items: list[Any], name: str) -> str | None:
-    """Return the kind (such as "text") that all items have, or None without items. Raise `TypeError` if kinds differ."""
+    """Return the kind of all `items`, such as "text", or None if there are none. Raise `TypeError` if kinds differ."""
     first = None
     for position, item in enumerate(items):
         kind = _kind_of(item)
@@ -312,7 +312,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def plain_arguments(written: Any) -> Any:
-    """Parse the arguments of a tool call from JSON into an object, for templates; return any other string unchanged."""
+    """Return a tool call's arguments for a template: parsed if they are a JSON object, {} if None, else unchanged."""
     if not isinstance(written, str):
         return {} if written is None else written
     try:

@@ -1,6 +1,6 @@
-"""Ragged columns of a completion: the set of ids that each token was drawn from, its top log-probs, its expert routes.
+"""Ragged columns of a completion: the ids that each token was drawn from, its top log-probs, and its expert routes.
 
-Always true: packed columns may be joined as bytes, and unpacking the result gives the joined columns. If two parts have
+Packed columns may be concatenated as bytes: unpacking the result gives the concatenated columns. If two parts have
 routes for the same position, the later part's routes are used.
 """
 

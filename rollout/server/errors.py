@@ -212,7 +212,7 @@ def explain(errors: Sequence[Any], known: Iterable[str] = ()) -> tuple[str, str 
     if field is None:
         return f"the body must be a JSON object: {_reason(first)}", None
     if first["type"] == "extra_forbidden":
-        # Suggest a synonym anywhere in the body, such as `sampling_params.n` for `best_of`, or a similar name beside it.
+        # Suggest a synonym in any object (`sampling_params.n` for `best_of`), else a similar name in the same object.
         place, _, name = field.rpartition(".")
         ours = _HTTP_NAMES.get(our_name(name), our_name(name))
         same = [key for key in known if key.rpartition(".")[2] == ours and key != place]

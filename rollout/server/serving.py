@@ -88,8 +88,8 @@ class Serving:
         if self.stopping:
             raise shutting_down()
         state = EngineState(self.llm.state)
-        # Admit requests again if the engines are running and no pause is in progress: then the program that owns the
-        # engines has resumed them.
+        # Admit requests again if the engines are running and no pause is in progress, because this means that the
+        # program that owns the engines has resumed them.
         self.shut = self.shut and (bool(self._closing) or state is not EngineState.RUNNING)
         if self.shut:
             raise EngineStateError(

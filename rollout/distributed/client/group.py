@@ -60,8 +60,8 @@ class OpenGroup:
     images: ImageInputs | None = None
     """The tensors of the prompt's images; None if the prompt has no images."""
     keyed: bytes = b""
-    """The prompt's tokens as int32, in which a key of the image replaces every image placeholder. Block hashes are
-    computed from them. Empty if the prompt has no images."""
+    """The prompt's tokens as int32, with each image placeholder replaced by a key of its image. Block hashes are
+    computed from these tokens. Empty if the prompt has no images."""
     _tokens: PartialGroup = field(default_factory=PartialGroup)
     _open: set[int] = field(init=False)
     _ended: set[int] = field(default_factory=set)

@@ -45,7 +45,7 @@ Prompt = str | TokenIds | Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """The optional keyword arguments for submitting a group with a prompt and sampling parameters."""
+    """The optional keyword arguments for submitting a group, in addition to its prompt and its sampling parameters."""
 
     priority: int
     """The group's priority. Groups with a higher priority run first. Default: 0."""

@@ -368,7 +368,7 @@ class DataParallelInferenceCoordinator:
         # Let signals wake the poll, or a signal just before the poll would be handled only after the poll's timeout.
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         _allow_many_connections()
-        # Disable the cyclic garbage collection: this process creates no reference cycles, and a collection would block
+        # Disable the cyclic garbage collector: this process creates no reference cycles, and a collection would block
         # it for 0.3 s per 100,000 requests.
         gc.freeze()
         gc.disable()

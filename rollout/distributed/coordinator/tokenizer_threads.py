@@ -86,8 +86,8 @@ def _read_tokenizer(source: str | None) -> Tokenizer:
         raise ConfigError("no tokenizer: set CoordinatorConfig.tokenizer, or send token ids")
     content = source if source.lstrip().startswith("{") else Path(source).read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(content)
-    # Turn off truncation and padding: a `tokenizer.json` contains the settings of its last use, but prompts must be
-    # neither truncated nor padded.
+    # Turn off truncation and padding: a `tokenizer.json` stores the settings that were active when it was saved, but
+    # prompts must be neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

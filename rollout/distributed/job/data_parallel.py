@@ -101,7 +101,7 @@ class OwnGroup:
         return result
 
     def failed(self, index: int) -> DynamicInferenceRequest:
-        """Return a sample as a request that failed with the group's error, with all tokens known so far."""
+        """Return sample `index` as a request that failed with the group's error and holds all tokens known so far."""
         (request,) = [each for each in self.interrupted() if each.sample_index == index]
         error = self.error
         request.status = Status.FAILED
@@ -261,7 +261,7 @@ class DataParallelBackend:
         worker.report_active()
         if (why := self._member.lost) is not None:
             self._calls.recover(why)
-            # Return without waiting, because the caller must first arrive at the barrier again in the new session.
+            # Return without waiting: if this started a new session, the caller must first arrive at the barrier again.
             return
         if not self._happened:
             self._engine.lifecycle.refuse_when_stopped()

@@ -26,7 +26,7 @@ _CALLS_ENDED = "calls_ended"
 LOOK_S = 5.0
 """Seconds between two checks for a failed rank or Ctrl-C while a rank waits for other ranks."""
 HOSTS_TIMEOUT_S = 120.0
-"""Seconds to wait for each rank to publish its host, or the leader of its tensor-parallel group."""
+"""Seconds to wait until each rank has published its host or, in `World.leaders`, the leader of its group."""
 
 
 @dataclass(frozen=True)

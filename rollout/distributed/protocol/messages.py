@@ -54,8 +54,8 @@ class Submit(Message):
     images: wire.Blob = b""
     """The tensors of the prompt's images by name, as msgpack. It is empty if the prompt has no images."""
     keyed: wire.Tokens = b""
-    """The prompt's tokens, in which a key of the image replaces every image placeholder. Block hashes are computed from
-    them. If empty, block hashes are computed from `prompt`, or not at all if the prompt has images."""
+    """The prompt's tokens, with each image placeholder replaced by a key of its image. Block hashes are computed from
+    these tokens. If this is empty, they are computed from `prompt`, or not at all if the prompt has images."""
 
 
 @message(21, "coordinator → client")

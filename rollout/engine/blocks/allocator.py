@@ -248,8 +248,8 @@ class BlockAllocator:
                 behind = self.index.behind(block)
                 for each in (block, *behind):
                     self._unregister(each)
-                # Free those later blocks that have no holder: lookups no longer find them, and their parent's id may be
-                # reused for other tokens.
+                # Free the following blocks that no sequence references: lookups no longer find them. They left the
+                # index because their entries contain their parent's id, which may be reused for other tokens.
                 for each in behind:
                     if not self.ref_count[each]:
                         self._give_back(each)

@@ -87,7 +87,7 @@ class ModelWatch:
         return self._adapted[1]
 
     def forward_key(self) -> Hashable:
-        """Return the key of everything, apart from weights and adapters, that affects the result of a forward pass."""
+        """Return a key that changes with everything, except weights and adapters, that affects a forward pass."""
         return self._precision(), self.modules()
 
     def modules(self) -> Hashable:

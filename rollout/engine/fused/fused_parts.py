@@ -1,8 +1,8 @@
 """A reader that verifies the parts of decoder layers for the fused forward pass, and reads their addresses and options.
 
 Rotary tables must be bit-identical wherever they are used. A vectorised cosine may round an element of a short tensor
-differently from the same element of a long tensor. Tables are therefore computed on the CPU in parts of a fixed size, and
-cached for the lifetime of the module.
+differently from the same element of a long tensor. Tables are therefore computed on the CPU in slices of a fixed size,
+and cached for the lifetime of the module.
 """
 
 from __future__ import annotations

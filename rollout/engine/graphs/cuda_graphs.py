@@ -207,7 +207,7 @@ class GraphedDecode:
         """Return the decode state. If it has no room for rows at these positions, drop all graphs and build a larger one."""
         columns, parts = table_columns(int(positions.max()) + 1, self._cache.block_size), num_parts(positions)
         if columns > self._columns or parts > self._parts:
-            # Release the captured graphs, because they contain the addresses of the smaller buffers.
+            # Release the captured graphs: they contain the addresses of the current buffers, which larger ones replace.
             self.release()
             if columns > self._columns:
                 self._columns = max(columns, 2 * self._columns)

@@ -202,7 +202,7 @@ def examine(model: nn.Module, max_sequence_length: int | None = None) -> Examine
     check("attention: causal, with supported arguments", _arguments_unknown(names, watcher.calls))
     positions = getattr(text_config, "max_position_embeddings", None)
     calls = [each.asked for each in watcher.calls]
-    # Skip the check of masks with FlashAttention, which gets no mask: the window is an argument.
+    # Skip the mask check for FlashAttention, which gets no mask: the window is passed to it as an argument.
     if not str(config._attn_implementation_internal).startswith("flash"):
         length, wrong = max_sequence_length or positions or DEFAULT_LENGTH, list[str]()
         calls = _windowed(names, watcher.calls, length, device, wrong)

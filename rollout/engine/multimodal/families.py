@@ -150,7 +150,7 @@ class PooledFamily(Family):
         plain = tokens.masked_fill(marks, self.text.pad_token_id)
         inputs = super().embed(plain)
         if self.text.hidden_size_per_layer_input:
-            # Give image placeholders the padding token's embeddings [B, L, layers, ...], as the model does.
+            # Give image placeholders the padding token's per-layer embeddings, as the model does: [B, L, layers, ...].
             inputs["per_layer_inputs"] = self.core.language_model.get_per_layer_inputs(plain, None)
         return inputs
 

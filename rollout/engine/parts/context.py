@@ -47,7 +47,7 @@ class MemoryMove:
     tokens_given_up: int = 0
     """The number of KV positions of unfinished requests that will be recomputed."""
     requests_given_up: int = 0
-    """The number of requests whose KV was dropped because it no longer fits in the pool."""
+    """The number of requests whose KV was dropped because it no longer fitted in device memory."""
     shrunk_by_blocks: int = 0
     """The configured size of the KV pool minus its current size, in blocks."""
     blocks_restored: int = 0
@@ -100,7 +100,7 @@ class DynamicInferenceContext:
         self.scheduler = Scheduler(config, self.allocator, clock)
         self._mode: KVCacheManagementMode | None = None
         self._followed: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-        """The arguments of the last `follow_blocks` call. If None, the pages to copy are read from this rank's allocator."""
+        """The pages to copy, from the last `follow_blocks` call. If None, they are read from this rank's allocator."""
         self.may_shrink = True
         self.kept = KEPT_ALL
 

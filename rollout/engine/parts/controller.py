@@ -111,7 +111,7 @@ class TextGenerationController:
         return template if isinstance(template, str) else None
 
     def process(self, text: str, images: Sequence[MessageImage]) -> list[int]:
-        """Return the `ImagePrompt` for a string with images, in which the processor has expanded each image's placeholder.
+        """Return a text with images as an `ImagePrompt` of token ids. The processor expands each image's placeholder.
 
         Args:
             text: the text, which contains one placeholder per image.

@@ -42,7 +42,7 @@ _EXACT = "C++ operations whose sums have an order that follows from the place in
 
 @dataclass(frozen=True)
 class Explanation:
-    """A report on how an engine runs its model on this machine: `str()` returns text, `as_dict()` values for JSON."""
+    """A report on how an engine runs its model on this machine: text (`str()`) or a dict for JSON (`as_dict()`)."""
 
     fused: bool | None
     """Whether the fused forward pass runs. None means unknown: the engine is suspended, or its weights are sharded."""

@@ -31,7 +31,7 @@ class Peers:
             self.group.refuse_unequal("InferenceConfig", repr(config))
         if (mesh := weights.expert_parallel_mesh) is not None:
             exchange = TensorParallelGroup(mesh, config.advanced.control_timeout_s, "expert-parallel")
-            # Require equal settings: if only some ranks ran the verification's forward passes, they would wait for the rest.
+            # Require equal settings: if only some ranks verified the model, they would wait forever for the others.
             exchange.refuse_unequal("Advanced.verify_model", str(config.advanced.verify_model))
             self.lockstep = Lockstep(exchange, modules_split_over("ep", weights.trained))
         self.leader = Leader(self.group) if self.group is not None and self.group.leads else None

@@ -45,7 +45,7 @@ LOWEST = -50.0
 exp(-50) * 2^42 < 1e-9, which rounds to 0."""
 
 CPU_ELEMENTS = 2**19
-"""The number of logits per operation and CPU thread: few enough for the CPU cache, enough to amortise the call's cost."""
+"""The number of logits per operation and CPU thread: few enough to fit in the cache, but enough to amortise a call."""
 
 DEVICE_ELEMENTS = 2**27
 """The number of logits per operation on other devices, which limits temporary tensors (about 20 bytes per logit)."""
@@ -370,7 +370,7 @@ def _smallest(values: Tensor, width: int) -> Tensor:
 
 
 def _first_best(blocks: Tensor) -> Tensor:
-    """Return the index of each row's first largest element, int64 [R]. A single `argmax` takes ten times as long."""
+    """Return the first maximum's index in each row of `blocks`, int64 [R]. One `argmax` takes ten times as long."""
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
 

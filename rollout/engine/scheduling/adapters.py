@@ -39,7 +39,7 @@ def variant_of(layers: list[Any]) -> Variant:
 
 def described(variant: Variant) -> str:
     """Return the quoted names of a variant's adapters, joined by commas, for use in messages; "none" if it has none."""
-    # Wrap the variant in a tuple if all layers agree: it then holds pairs (name, scaling), not one tuple per layer.
+    # Wrap the variant if all layers use the same adapters: it is then a tuple of pairs, not one such tuple per layer.
     layers = (variant,) if variant and variant[0] and isinstance(variant[0][0], str) else variant
     names = dict.fromkeys(name for layer in layers for name, _ in layer)
     return ", ".join(map(repr, names)) or "none"

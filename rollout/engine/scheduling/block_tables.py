@@ -158,7 +158,7 @@ class BlockTables:
         return True
 
     def unregistered(self, sequence: Sequence) -> list[int]:
-        """Return the hashes of an active sequence's prompt blocks that it will register once they are computed."""
+        """Return the hashes of an active sequence's prompt blocks that will enter the prefix cache once computed."""
         row = sequence.row
         if not self.allocator.enable_prefix_caching or not self.table.current[row]:
             return []

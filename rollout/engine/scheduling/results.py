@@ -25,7 +25,7 @@ class StepResults:
         self._pool_counts: dict[str, int] = {}
 
     def apply(self, step: ScheduledStep, sampled: StepTokens, since: float) -> list[Sequence]:
-        """Apply the results of a step. Return the sequences that finished in it; their records are complete.
+        """Apply a step's sampled tokens. Return the sequences that finished in it, each with a complete `record`.
 
         The tokens of several decode steps get evenly spaced times, from `since` (when the first step was planned) to now.
         """

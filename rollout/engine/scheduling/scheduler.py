@@ -64,7 +64,7 @@ class Scheduler(Queues):
         return run_ahead(self, step, self.cost)
 
     def update(self, step: ScheduledStep, sampled: StepTokens) -> list[Sequence]:
-        """Apply the results of a step. Return the sequences that finished in it; their records are complete."""
+        """Apply a step's sampled tokens. Return the sequences that finished in it, each with a complete `record`."""
         if not step.prefills:
             self.cost.observe(step.num_tokens, max(0.0, self.clock() - self._scheduled_at) / sampled.steps)
         return self._results.apply(step, sampled, self._scheduled_at)

@@ -1,4 +1,4 @@
-"""Reads numbers from a model's logits during the model's own forward pass, without storing the logits.
+"""Reads logits, log-sum-exps and entropies during a model's own forward pass, without storing all logits.
 
 During the forward pass our function replaces the `forward` of the *head* (the output embeddings), so it runs when FSDP or
 ZeRO has gathered the head's parameters. It computes a tile of logits, reads the requested numbers, and drops the tile. The

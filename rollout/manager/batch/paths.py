@@ -155,8 +155,8 @@ def _keys(path: list[_Span], ends: NDArray[np.int64], depths: NDArray[np.int64])
     own = path[-1]
     keys = np.zeros((2, own.place + own.stop - own.start), np.int32)
     for start, stop, at, _ in path:
-        # Renumber subtree ends from the last span's first token. Clamp the ends before it to 0: the last span does not
-        # attend to subtrees that finish before it.
+        # Shift subtree ends so that the last span starts at `own.place`. Clamp negative ends to 0: the last span does
+        # not attend to subtrees that finish before it.
         keys[0, at : at + stop - start] = np.maximum(ends[start:stop] - own.start + own.place, 0)
         keys[1, at : at + stop - start] = depths[start:stop]
     return keys[None, None]

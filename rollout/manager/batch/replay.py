@@ -161,7 +161,7 @@ class _Rows:
             columns = np.flatnonzero(real[row])
             cuts = [] if starts is None else np.flatnonzero(starts[row])[1:].tolist()
             for sequence in np.split(columns, cuts):
-                # Match equal sequences with equal rows of the batch in order. Surplus sequences get the last row's routes.
+                # Match equal sequences with equal rows of the batch in order. Extra sequences use the last equal row.
                 found = left.get(_key(tokens[sequence]))
                 if found is None:
                     if self._is_surplus(tokens[sequence]):
@@ -227,10 +227,10 @@ class _Alignment:
         return self._current
 
     def end(self, model: nn.Module) -> None:
-        """Check that the `with` block of `replay` is not left before the backward pass of a checkpointed forward pass.
+        """Raise an error if the `with` block of `replay` ends before the backward pass of a checkpointed forward pass.
 
         Raises:
-            RuntimeError: the block is left too early, so that routers would choose by themselves in the backward pass.
+            RuntimeError: the block ended too early, so the backward pass would compute routers again without replay.
         """
         checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         if checkpointed and model.training and self._forwards and not self._recomputed:

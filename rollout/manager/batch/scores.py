@@ -136,7 +136,7 @@ class Scorer:
                 a batch, None means the distributions of `batch.logprobs`: each row's own temperature and sampling filters.
             top_k: number of most likely tokens that are also returned for each scored token.
             entropy: whether to return entropies too.
-            adapter: name of a loaded LoRA adapter for all rows. None means each row's adapter or the model's active ones.
+            adapter: a loaded LoRA adapter for all rows. If None, a row uses its request's, or else the active adapters.
 
         Raises:
             InvalidRequestError: a sequence is empty or too long, or has an unknown token id or adapter.

@@ -42,7 +42,7 @@ class PackedTree:
     """int64 [N]: each row's number in the batch. `advantages[packed.rows]` is aligned with the rows of `logprobs_of`."""
 
     nodes: Tensor
-    """int64 [N, T]: index in the tree of each token of each row; -1 on padding."""
+    """int64 [N, T]: for each token of each row, its index in the tree; -1 for padding."""
 
     wanted: Tensor
     """bool [N, T]: tokens whose log-probs are computed."""

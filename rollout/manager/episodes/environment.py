@@ -115,7 +115,7 @@ def _check_methods(made: Any, name: str) -> None:
 
 
 def _is_play(environment: Any) -> TypeGuard[Play]:
-    # Accept an object with `async def __call__` too, but not a class: calling a class makes an environment.
+    # Also accept an object with `async def __call__`, but not a class: calling a class only creates an environment.
     call = None if isinstance(environment, type) else getattr(type(environment), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(call)
 

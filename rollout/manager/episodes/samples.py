@@ -49,7 +49,7 @@ class OpenSamples:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        # Guard the fields below. This is a leaf lock: its holder must not acquire another lock.
+        # This condition's lock guards the fields below. It is a leaf lock: its holder must not acquire another lock.
         self._changed = threading.Condition()
         self._arrived: list[OpenSample] = []
         self._cancelled: list[OpenSample] = []

@@ -20,9 +20,9 @@ class ToolFormat:
 
     name: str
     signs: tuple[str, ...]
-    """The texts that every chat template of the format's family contains."""
+    """The strings that identify the format's family: every chat template of the family contains all of them."""
     foreign: tuple[str, ...] = ()
-    """The texts that no chat template of the format's family contains."""
+    """The strings that no chat template of the format's family contains."""
     marker: str
     """The text that introduces a block of one or more tool calls."""
     bare: str = ""

@@ -141,7 +141,7 @@ class _Completions:
         return "" if self._tokenizer is None else str(self._tokenizer.decode(given, skip_special_tokens=True))
 
     def _ahead(self, choice: dict[str, Any], sample: DynamicInferenceRequest, logprobs: CompletionLogprobs) -> None:
-        """Add the prompt's log-probs to a choice, before the completion's log-probs are appended to them."""
+        """Add the prompt's log-probs to `choice`. Call this before the completion's log-probs are added."""
         if self._body.prompt_logprobs is not None:
             top = sample.sampling_params.prompt_logprobs or 0
             choice["prompt_logprobs"] = prompt_logprobs(self._texts, sample, top)

@@ -273,7 +273,7 @@ class RequestTable:
         self._say_failed(client, request.client_request_id, error, why)
 
     def fail_queued(self, error: str, why: str) -> None:
-        """Fail the requests that are not assigned to any rank."""
+        """Fail the requests without an assigned rank, with the error class named `error` and the reason `why`."""
         for request in self:
             if not request.assignments and request.open:
                 self.fail(request, error, why)

@@ -1,6 +1,6 @@
 """The state of sessions and open requests: the known tokens of each sample, and the rank that computes the sample.
 
-The known tokens of a sample are contiguous from token 0. No I/O, no clock.
+The known tokens of a sample are contiguous from token 0. This module does no I/O and does not read the clock.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class OpenRequest:
     images: bytes = b""
     """The tensors of the prompt's images, as msgpack that the coordinator never decodes."""
     keyed: bytes = b""
-    """The tokens (int32) from which block hashes are computed instead of from `prompt`; see `Submit.keyed`. If empty for a
-    prompt with images, no hashes are computed."""
+    """The tokens (int32) from which block hashes are computed, in place of `prompt`; see `Submit.keyed`. If this is
+    empty and the prompt has images, no hashes are computed."""
     hashes: list[int] | None = None
     """The hashes of the prompt's complete blocks; None until they are first used."""
     open: set[int] = field(default_factory=set)
