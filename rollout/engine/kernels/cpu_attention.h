@@ -32,7 +32,7 @@ struct Rows {
     T* zeros;                     // a zero value for each head, which completes a pair of values
 
     Rows(const Attention& a, int64_t rows)
-        : rows(rows), key_width(padded(a.head_dim, LANES * Units<C>::DEEP)), value_width(padded(a.value_dim, ACROSS)) {
+        : rows(rows), key_width(padded(a.head_dim, LANES * Dot<C>::UNIT)), value_width(padded(a.value_dim, ACROSS)) {
         const int64_t most = std::max(ROWS, FEW_ROWS * a.kv_heads), size = a.kv_heads * a.value_dim;
         panel = team::scratch<float>(key_width * KEYS + most * (key_width + value_width + KEYS + LANES + 2) + LANES + size);
         acc = panel + key_width * (KEYS + most);
@@ -76,7 +76,7 @@ INLINE static inline void each_sum(Use&& use) {
 // Transposes LANES keys and calls use(u, vector of every key's unit u) for each u. Zeros follow the last unit of a key.
 template <typename T, typename Use>
 INLINE static inline void each_unit(const T* const* keys, int64_t depth, Ahead& ahead, Use&& use) {
-    constexpr int64_t STEP = LANES * Units<Multiplied<T>>::DEEP;
+    constexpr int64_t STEP = LANES * Dot<Multiplied<T>>::UNIT;
     constexpr std::make_integer_sequence<int, LANES> ALL;
     for (int64_t d = 0, u = 0; d < depth; d += STEP, u += LANES) {
         vec units[LANES];
@@ -93,12 +93,12 @@ INLINE static inline void each_unit(const T* const* keys, int64_t depth, Ahead& 
 // Scores of M rows with LANES keys that no other row uses. Here and below, the order of each sum depends on the depth alone.
 template <int M, typename T, typename C>
 static inline void score_once(const C* query, int64_t stride, const T* const* keys, int64_t depth, float* scores, Ahead& ahead) {
-    typedef Units<C> U;
+    typedef Dot<C> U;
     vec sum[M][1];
     each_sum<M, 1>([&](auto m, auto n) INLINE { sum[m][n] = vec{}; });
     each_unit(keys, depth, ahead, [&](int64_t u, vec units) INLINE {
         each_sum<M, 1>([&](auto m, auto n) INLINE {
-            sum[m][n] = U::add(sum[m][n], U::spread(query + m * stride + u * U::DEEP), U::of(units));
+            sum[m][n] = U::add(sum[m][n], U::spread(query + m * stride + u * U::UNIT), U::of(units));
         });
     });
     each_sum<M, 1>([&](auto m, auto n) INLINE { store(scores + m * KEYS, sum[m][n]); });
@@ -106,25 +106,25 @@ static inline void score_once(const C* query, int64_t stride, const T* const* ke
 
 // sum[m][n] += unit of row m, copied to all lanes, times y[n].
 template <int M, int N, typename C>
-INLINE static inline void add_products(vec (&sum)[M][N], const C* rows, int64_t stride, const typename Units<C>::Operand (&y)[N]) {
+INLINE static inline void add_products(vec (&sum)[M][N], const C* rows, int64_t stride, const typename Dot<C>::Operand (&y)[N]) {
     each_of(std::make_integer_sequence<int, M>{}, [&](auto m) INLINE {
-        typename Units<C>::Operand x = Units<C>::spread(rows + m * stride);
+        typename Dot<C>::Operand x = Dot<C>::spread(rows + m * stride);
         in_register(x);
-        each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE { sum[m][n] = Units<C>::add(sum[m][n], x, y[n]); });
+        each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE { sum[m][n] = Dot<C>::add(sum[m][n], x, y[n]); });
     });
 }
 
 // Scores of M rows with N vectors of LANES keys in a panel.
 template <int M, int N, typename C>
 static inline void score(const C* query, int64_t stride, const float* panel, int64_t units, float* scores, Ahead& ahead) {
-    typedef Units<C> U;
+    typedef Dot<C> U;
     vec sum[M][N];
     each_sum<M, N>([&](auto m, auto n) INLINE { sum[m][n] = vec{}; });
     ahead.step(units);
     for (int64_t u = 0; u < units; u++) {
         typename U::Operand y[N];
         each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE { y[n] = U::of(load(panel + u * KEYS + n * LANES)); });
-        add_products<M, N, C>(sum, query + u * U::DEEP, stride, y);
+        add_products<M, N, C>(sum, query + u * U::UNIT, stride, y);
     }
     each_sum<M, N>([&](auto m, auto n) INLINE { store(scores + m * KEYS + n * LANES, sum[m][n]); });
 }
@@ -135,13 +135,13 @@ constexpr int FEW_SUMS = 12;  // maximum number of sums for prefetches between p
 template <int M, int N, bool CUT, typename T, typename C>
 static inline void weigh(const C* weights, const T* const* values, int64_t column, int64_t columns, int64_t from, int64_t to,
                          float* acc, int64_t stride, const float* decay, Ahead& ahead) {
-    constexpr int64_t DEEP = Units<C>::DEEP;
+    constexpr int64_t DEEP = Dot<C>::UNIT;
     vec sum[M][2 * N];
     each_sum<M, 2 * N>([&](auto m, auto n) INLINE { sum[m][n] = load(acc + m * stride + n * LANES) * decay[m]; });
     if (M * 2 * N > FEW_SUMS) ahead.step((to - from) / DEEP);
     for (int64_t s = from / DEEP * DEEP; s < to; s += DEEP) {
         if (M * 2 * N <= FEW_SUMS) ahead.step();
-        typename Units<C>::Operand v[2 * N], both[2];
+        typename Dot<C>::Operand v[2 * N], both[2];
         each_of(std::make_integer_sequence<int, N>{}, [&](auto n) INLINE {
             const int64_t real = CUT && n == N - 1 ? columns - n * ACROSS : ACROSS;
             Across<T>::take(values[s] + column + n * ACROSS, values[s + DEEP - 1] + column + n * ACROSS, real, both);
@@ -201,7 +201,7 @@ static inline void soften(const Attention& a, const Rows<T>& r, int64_t first, i
 template <typename T>
 static void scan(const Attention& a, Range range, int64_t head, int64_t heads, int64_t begin, int64_t end, const int64_t* seen,
                  const Rows<T>& r, Upcoming& upcoming) {
-    constexpr int64_t DEEP = Units<Multiplied<T>>::DEEP, WIDE_PART = 2 * ACROSS;
+    constexpr int64_t DEEP = Dot<Multiplied<T>>::UNIT, WIDE_PART = 2 * ACROSS;
     const T *keys = static_cast<const T*>(a.keys) + head * a.head_dim, *values = static_cast<const T*>(a.values) + head * a.value_dim;
     const int64_t rows = end - begin, units = (a.head_dim + DEEP - 1) / DEEP;
     const int64_t row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, parts = (a.value_dim + WIDE_PART - 1) / WIDE_PART;

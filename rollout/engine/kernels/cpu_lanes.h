@@ -236,23 +236,33 @@ static inline vec hyperbolic_tangent(vec x) {
     return size < 0.625f ? p * z * x + x : (x < 0.0f ? -far : far);
 }
 
-// One step of a dot product: `add` adds the products of STEP elements of x and y to the lanes of `sum`.
+// One step of a dot product: `add` adds the products of STEP elements of x and y to the lanes of `sum`. A lane adds the products
+// of one unit: two neighbouring bfloat16s if the processor multiplies pairs of them, else one element. `spread` copies a unit to
+// all lanes.
 template <typename T>
 struct Dot {
-    static constexpr int STEP = LANES;
+    static constexpr int UNIT = 1, STEP = UNIT * LANES;  // elements
     typedef vec Operand;
     static inline Operand take(const T* p) { return load(p); }
     static inline Operand take_first(const T* p, int64_t count) { return load_first(p, count); }
+    static inline Operand of(vec units) { return units; }
+    static inline Operand spread(const T* p) { return vec{} + load_one(p); }
     static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
 };
 #if WIDE && defined(__AVX512BF16__)
 template <>
 struct Dot<bf16> {
-    static constexpr int STEP = 32;
+    static constexpr int UNIT = 2, STEP = UNIT * LANES;
     typedef __m512bh Operand;
     static inline Operand take(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
     static inline Operand take_first(const bf16* p, int64_t count) {
         return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), p);
+    }
+    static inline Operand of(vec units) { return (__m512bh)units; }
+    static inline Operand spread(const bf16* p) {
+        int32_t pair;
+        std::memcpy(&pair, p, sizeof(pair));
+        return (__m512bh)_mm512_set1_epi32(pair);
     }
     static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
 };

@@ -27,21 +27,20 @@ struct Linear {
 constexpr int64_t ACROSS = 2 * LANES;
 template <typename T>
 struct Across {
-    static constexpr int64_t TOGETHER = 1;
-    typedef vec Operand;
+    static constexpr int64_t TOGETHER = Dot<T>::UNIT;
+    typedef typename Dot<T>::Operand Operand;
     static inline void take(const T* b, const T*, int64_t columns, Operand (&out)[2]) {
         out[0] = columns < LANES ? load_first(b, columns) : load(b);
         out[1] = columns == ACROSS ? load(b + LANES) : load_first(b + LANES, std::max<int64_t>(0, columns - LANES));
     }
-    static inline Operand spread(const T* a, int64_t) { return vec{} + load_one(a); }
-    static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
+    static inline Operand spread(const T* a, int64_t) { return Dot<T>::spread(a); }
     static inline void order(vec&, vec&) {}
 };
 #if WIDE && defined(__AVX512BF16__)
 template <>
 struct Across<bf16> {
-    static constexpr int64_t TOGETHER = 2;
-    typedef __m512bh Operand;
+    static constexpr int64_t TOGETHER = Dot<bf16>::UNIT;
+    typedef Dot<bf16>::Operand Operand;
     // `below` is the next row of b, or null after the last row.
     static inline void take(const bf16* b, const bf16* below, int64_t columns, Operand (&out)[2]) {
         const __mmask32 real = static_cast<__mmask32>((1ull << columns) - 1);
@@ -51,11 +50,9 @@ struct Across<bf16> {
         out[1] = (__m512bh)_mm512_unpackhi_epi16(x, y);
     }
     static inline Operand spread(const bf16* a, int64_t rows) {
-        uint32_t pair = *a;
-        if (rows == 2) std::memcpy(&pair, a, sizeof(pair));
-        return (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(pair));
+        const bf16 last[2] = {*a, 0};
+        return Dot<bf16>::spread(rows == 2 ? a : last);
     }
-    static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
     // `take` puts the first four of every eight columns into `low` and the other four into `high`. This restores their order.
     static inline void order(vec& low, vec& high) {
         const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -79,8 +76,8 @@ static inline void tile_across(const T* a, int64_t a_stride, const typename Acro
         for (int m = 0; m < M; m++) {
             typename A::Operand x = A::spread(a + m * a_stride + k, rows);
             in_register(x);
-            low[m] = A::add(low[m], x, y[0]);
-            high[m] = A::add(high[m], x, y[1]);
+            low[m] = Dot<T>::add(low[m], x, y[0]);
+            high[m] = Dot<T>::add(high[m], x, y[1]);
         }
     };
     int64_t k = 0;

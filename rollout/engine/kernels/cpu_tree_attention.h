@@ -37,9 +37,9 @@ struct Attention {  // L tokens, H query heads
 
 // Operands of a product: `a` is stored in rows, `b` in groups of STEP rows with the STEP elements of each column adjacent.
 template <typename C>
-struct Product : Units<C> {
-    static constexpr int64_t STEP = Units<C>::DEEP;
-    static inline auto take(const C* p) { return Units<C>::of(load(reinterpret_cast<const float*>(p))); }
+struct Product : Dot<C> {
+    static constexpr int64_t STEP = Dot<C>::UNIT;
+    static inline auto take(const C* p) { return Dot<C>::of(load(reinterpret_cast<const float*>(p))); }
 };
 // Stores two rows of `b`: as float32 [2][width], as bfloat16 [width][2].
 static inline void pack(float* p, int64_t width, vec first, vec second) {

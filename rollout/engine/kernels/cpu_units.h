@@ -1,30 +1,10 @@
-// Products of 32-bit units. A unit is two neighbouring bfloat16s if the processor multiplies pairs of them, else one float32.
+// Rows of 32-bit units, in the type that the processor multiplies, and their transposition. See `Dot` for units.
 
 #pragma once
 
 #include "cpu_matmul.h"
 
-template <typename T>
-struct Units {
-    static constexpr int64_t DEEP = 1;  // elements per unit
-    typedef vec Operand;
-    static inline Operand of(vec units) { return units; }
-    static inline Operand spread(const T* p) { return vec{} + load_one(p); }
-    static inline vec add(vec sum, Operand x, Operand y) { return sum + x * y; }
-};
 #if WIDE && defined(__AVX512BF16__)
-template <>
-struct Units<bf16> {
-    static constexpr int64_t DEEP = 2;
-    typedef __m512bh Operand;
-    static inline Operand of(vec units) { return (__m512bh)units; }
-    static inline Operand spread(const bf16* p) {
-        int32_t pair;
-        std::memcpy(&pair, p, sizeof(pair));
-        return (__m512bh)_mm512_set1_epi32(pair);
-    }
-    static inline vec add(vec sum, Operand x, Operand y) { return (vec)_mm512_dpbf16_ps((__m512)sum, x, y); }
-};
 static inline void store_rounded(bf16* p, vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
 }
@@ -46,12 +26,12 @@ static inline C as(T value) {
 // Loads LANES units of a row. With `count`, loads only that many elements and appends zeros.
 template <typename T>
 static inline vec load_units(const T* p) {
-    if constexpr (Units<Multiplied<T>>::DEEP == 1) return load(p);
+    if constexpr (Dot<Multiplied<T>>::UNIT == 1) return load(p);
     else return load(reinterpret_cast<const float*>(p));
 }
 template <typename T>
 static inline vec load_units(const T* p, int64_t count) {
-    T all[LANES * Units<Multiplied<T>>::DEEP] = {};
+    T all[LANES * Dot<Multiplied<T>>::UNIT] = {};
     std::memcpy(all, p, count * sizeof(T));
     return load_units(all);
 }
