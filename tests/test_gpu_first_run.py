@@ -11,10 +11,7 @@ import pytest
 
 from tests.gpu_first_run import __main__ as first_run
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 ON_A_CPU = ["--device", "cpu", "--sizes", "tiny"]
 
 

@@ -20,8 +20,6 @@ from tests.distributed.coordinator.job import BLOCK, Job, Line
 from tests.engines import finish, greedily, make_engine
 from tests.vision_models import NO_MARKS, picture_prompt, shared_vision_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 NAME = "qwen2_5_vl"
 PARTS = (3, "a", 5, "b", 4)
 LIKELIEST = greedily(8, n=2, logit_bias=NO_MARKS)

@@ -22,9 +22,6 @@ from tests.engines import (
 )
 from tests.models import make_model, make_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-
 PROMPT = token_ids(6, 8)
 
 

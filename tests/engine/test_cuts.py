@@ -11,8 +11,6 @@ from rollout.requests.request import DynamicInferenceRequest
 from tests.engine.cuts import CUTS, Cut, lived
 from tests.engines import Key, assert_greedy, at_random, greedily, logprob_error, make_engine, token_ids
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 MODELS = ["qwen3", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2"]
 """The fused forward; windows in some layers; the module, with sinks and experts; gated delta rule; state space and
 attention in every layer; short convolutions."""

@@ -29,8 +29,6 @@ from tests.engines import (
 )
 from tests.models import CONFIGS, make_model, trainer_logprobs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 """Through the fused forward; through the module, with windows, sinks and experts."""
 modes = pytest.mark.parametrize("mode", [mode.value for mode in KVCacheManagementMode])

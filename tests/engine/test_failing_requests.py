@@ -32,9 +32,6 @@ from tests.engines import (
 )
 from tests.models import VOCAB, make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-
 # --- a step that raises -----------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,6 @@ from tests.configs import engine_config
 from tests.engines import BLOCK, assert_greedy, greedily, make_engine, pass_suspended, token_ids
 from tests.invariants import check_scheduler
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 NAMES = ["qwen3", "qwen3_moe", "gemma3"]
 ROOM = 0.01
 """GiB: for all blocks of a test."""

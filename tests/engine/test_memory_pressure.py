@@ -18,8 +18,6 @@ from tests.interpreter import on_a_gpu
 from tests.invariants import check_scheduler
 from tests.models import make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 
 class Device:
     """A device of so many bytes, of which the pool takes its size and every forward what `forward` says."""

@@ -25,7 +25,6 @@ from tests.models import make_model, scale_weights
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
 ]
 
 

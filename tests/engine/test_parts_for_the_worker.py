@@ -33,8 +33,6 @@ from tests.engines import (
 from tests.invariants import check_scheduler
 from tests.models import make_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 # --- parts of a group -------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from tests.lives import ARCHITECTURES, RECURRENT, Life
 from tests.models import make_model
 from tests.oracle import Policy, check_record
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is clamped to")
 
 LIVES = int(os.environ.get("ROLLOUT_LIVES", "12"))
 

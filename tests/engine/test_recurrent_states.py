@@ -21,7 +21,7 @@ from tests.engines import (
     token_ids,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*is clamped to:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is clamped to:UserWarning")
 
 RAGGED = [token_ids(length, seed) for seed, length in enumerate((1, 3, 4, 9, 17, 26))]
 

@@ -32,8 +32,6 @@ from tests.engines import (
 )
 from tests.models import VOCAB, make_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 """Through the fused forward; through the module."""
 

@@ -30,8 +30,6 @@ from tests.rollouts import joined_deltas, trainer_logprobs_of, update
 from tests.routers import batch_of, elsewhere
 from tests.zoo.small_models import build
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 REPLAYED_ONLY = ["qwen3_5_moe_text"]
 """The engine refuses them for other layers; a record from elsewhere can be replayed."""
 

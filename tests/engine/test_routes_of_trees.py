@@ -18,8 +18,6 @@ from tests.rollouts import trainer_logprobs_of
 from tests.routers import LowestExperts, batch_of, elsewhere
 from tests.zoo.small_models import build
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore:.*checkpointing.*:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def foreign() -> RolloutBatch:

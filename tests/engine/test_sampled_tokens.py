@@ -23,8 +23,6 @@ from tests.engines import (
 )
 from tests.models import VOCAB, trainer_logprobs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 """Through the fused forward; through the module."""
 

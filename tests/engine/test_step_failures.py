@@ -11,16 +11,12 @@ from itertools import count
 from types import FrameType
 from typing import Any
 
-import pytest
-
 from rollout.engine.engine import DynamicInferenceEngine
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.state import EngineState
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 from tests.invariants import check_scheduler
 from tests.models import make_tokenizer
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 PLACES = "engine/scheduling/"
 

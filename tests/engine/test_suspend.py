@@ -35,8 +35,6 @@ from tests.engines import (
 )
 from tests.invariants import check_scheduler
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 
 def busy_engine(requests: int = 4, after: int = 4, max_tokens: int = 10, **options: Any) -> DynamicInferenceEngine:
     engine = make_engine("qwen3", **options)

@@ -16,11 +16,6 @@ from rollout.errors import RequestError, UnsupportedModelError
 from tests.engines import assert_greedy, at_random, finish, greedily, make_engine, steps, token_ids
 from tests.models import CONFIGS, make_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-]
-
 PROMPTS = [token_ids(length, length) for length in (3, 9, 14)]
 
 

@@ -35,8 +35,6 @@ from tests.engines import (
 from tests.invariants import check_scheduler
 from tests.models import make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 both = pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 modes = pytest.mark.parametrize("mode", [mode.value for mode in KVCacheManagementMode])
 

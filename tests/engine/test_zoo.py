@@ -7,8 +7,6 @@ import pytest
 from tests.models import require_recurrent_cache
 from tests.zoo.verdicts import EQUAL, NOT_BUILT, REFUSED, judge
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 
 @pytest.mark.parametrize(
     ("architecture", "outcome", "detail"),

@@ -29,8 +29,6 @@ from tests.vision_models import (
     shared_vision_model,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias=NO_MARKS)
 CONFIG = InferenceConfig(kv_cache_blocks=64, advanced=Advanced(block_size_tokens=4))
 RED, BLUE = (Image.new("RGB", (20, 12), color) for color in ((255, 0, 0), (0, 0, 255)))

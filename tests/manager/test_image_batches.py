@@ -15,8 +15,6 @@ from tests.engines import token_ids
 from tests.models import VOCAB
 from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, picture_prompt, shared_vision_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 SAMPLED = SamplingParams(n=2, max_tokens=6, ignore_eos=True, seed=3, logit_bias=NO_MARKS)
 
 

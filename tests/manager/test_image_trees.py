@@ -15,8 +15,6 @@ from tests.trees import distance, gradient, tree_logprobs
 from tests.vision_models import CONFIGS, IMAGE, NO_MARKS, make_vision_model, picture_prompt
 from trainer_hooks.tree import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 RECURRENT = ["qwen3_5", "qwen3_5_moe"]
 SAMPLED = SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=3, logit_bias=NO_MARKS)
 

@@ -13,8 +13,6 @@ from tests.trainer_hooks import tree_jobs
 from tests.trees import distance, gradient, in_float64, loss_of, make_batch, padded_logprobs, tree_logprobs
 from trainer_hooks.tree import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
-
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_gradient_checkpointing_the_recomputation_sees_the_tree_too(reentrant):

@@ -19,8 +19,6 @@ datasets = pytest.importorskip("datasets")
 
 from tests.trainer_hooks.trl_jobs import OPTIONS, logged  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-
 
 class Tool:
     """Two turns with a tool's answer of two tokens between them; the reward is of the first sampled token."""

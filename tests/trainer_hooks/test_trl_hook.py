@@ -32,8 +32,6 @@ datasets = pytest.importorskip("datasets")
 from tests.trainer_hooks import trl_jobs  # noqa: E402
 from tests.trainer_hooks.trl_jobs import OPTIONS, PROMPTS, chat_tokenizer, logged  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-
 GROUP = 4
 
 

@@ -25,10 +25,6 @@ datasets = pytest.importorskip("datasets")
 
 from tests.trainer_hooks.trl_jobs import OPTIONS, logged  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning", "ignore::UserWarning:transformers"
-)
-
 GROUP = 4
 PROCESSORS: dict[str, Callable[[], Any]] = {"gemma3": make_processor, "qwen2_5_vl": make_qwen_processor}
 PICTURES = [Image.new("RGB", size, color) for size, color in (((20, 12), (255, 0, 0)), ((12, 28), (0, 0, 255)))]

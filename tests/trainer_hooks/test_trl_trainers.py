@@ -25,10 +25,7 @@ datasets = pytest.importorskip("datasets")
 
 from tests.trainer_hooks.trl_jobs import OPTIONS, PROMPTS, chat_tokenizer, logged  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning:trl"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:trl")
 
 STEPS = 3
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +20,6 @@ from rollout.requests.spans import VersionSpans
 from rollout.requests.token_columns import pack_top_n
 from rollout.sampling_params import SamplingParams
 from tests.requests.test_detokenizer import ids_of_bytes, tokenizer_named
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 PROMPT = [5, 6, 7]
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

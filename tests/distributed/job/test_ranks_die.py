@@ -23,7 +23,7 @@ from tests.distributed.job.nursery import PATIENCE_S, Nursery
 from tests.distributed.job.rank_jobs import serves, serving_engine
 from tests.engines import at_random, finish, greedily, token_ids
 
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning:transformers")]
+pytestmark = pytest.mark.distributed
 
 SIZE, EVENTS, OPEN_AT_ONCE = 3, 12, 32
 SILENT_S = 2.5

@@ -14,8 +14,6 @@ from tests.distributed.worker.rank_sessions import Rank, Told, assign, put_toget
 from tests.engines import at_random, finish, greedily, make_engine, token_ids
 from tests.models import make_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 
 def moved_after(steps: int, prompt: list[int], params: SamplingParams, tokenizer: Any = None) -> dict[int, Told]:
     """A group begun on one rank and ended on another, which gets what the first has told; the first is lost."""

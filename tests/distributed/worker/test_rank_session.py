@@ -22,9 +22,6 @@ from tests.distributed.worker.rank_sessions import Rank, assign, packed, put_tog
 from tests.engines import at_random, greedily, make_engine, token_ids
 from tests.models import make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
-
 # --- fresh work -------------------------------------------------------------------------------------------------------
 
 

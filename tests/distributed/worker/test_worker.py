@@ -19,8 +19,6 @@ from tests.distributed.fake_coordinator import DEADLINE_S, FakeCoordinator
 from tests.distributed.worker.rank_sessions import assign, put_together
 from tests.engines import gated, greedily, make_engine, token_ids
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 
 class Coordinator(FakeCoordinator):
     """Welcomes ranks with what `ack` says; None: does not answer."""

@@ -14,8 +14,6 @@ from rollout.engine.models.model_support import devices_of
 from tests.engines import assert_greedy, greedily, make_engine, token_ids
 from tests.models import make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 
 class Backend:
     """A backend of torch.compile that counts the graphs it is given and runs."""

@@ -13,8 +13,6 @@ from rollout import LLM, Advanced, InferenceConfig, RolloutManager, UnsupportedM
 from tests.engines import expected, finish, greedily, logprob_error, make_engine, steps, token_ids
 from tests.models import SMALL, make_model, trainer_logprobs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 PROMPT = token_ids(40, 3)
 
 

@@ -17,8 +17,6 @@ from tests.engine.changes import FOREIGN, Change, changed
 from tests.engines import assert_greedy, finish, greedily, logprob_error, make_engine, steps, token_ids
 from tests.models import make_model, trainer_logprobs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 PROMPT = token_ids(18, 3)
 
 

@@ -45,8 +45,6 @@ from tests.engines import (
 from tests.interpreter import on_a_gpu
 from tests.models import make_model, scale_weights
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 CPU = torch.device("cpu")
 
 

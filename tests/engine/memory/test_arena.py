@@ -24,8 +24,6 @@ from rollout.engine.memory.streams import StreamOrder, wait_for_steps
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 from tests.interpreter import on_a_gpu
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 CPU = torch.device("cpu")
 PAGE = 4096
 BLOCKS = 512

@@ -15,8 +15,6 @@ from tests.engine.graphs.recorded_graphs import Plain, Recorder
 from tests.engine.memory.test_arena import BLOCKS, PAGE, CachingAllocator, Driver
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, suspended, token_ids
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 GRAPH = 30 * PAGE
 """The bytes of the first capture, whose memory the others use; each of these takes a page more."""
 SIZES = 4

@@ -16,8 +16,6 @@ from rollout.engine.memory.host_blocks import HostBlocks, HostMemoryError
 from rollout.engine.memory.kv_cache import KVCache, LayerShape, RouteShape
 from tests.engines import assert_greedy, finish, greedily, make_engine, steps, token_ids
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 WIDTHS = [3, 1, 5]
 
 

@@ -28,8 +28,6 @@ from tests.models import RECURRENT_CACHE, SMALL, VOCAB, make_model, spread_logit
 from tests.vision_models import POOLED
 from tests.zoo.small_models import build as small
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 DENSE = TINY | {"intermediate_size": 64}
 

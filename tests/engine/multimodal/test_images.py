@@ -26,8 +26,6 @@ from tests.vision_models import (
     shared_vision_model,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
-
 PARTS = (3, "a", 5, "b", 4)
 """Text, an image, text, another image, text."""
 TOKENS = 10
