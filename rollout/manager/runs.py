@@ -55,8 +55,8 @@ class PlayGoal:
         return len(self.player) - len(self.player.unfinished)
 
     def reached(self) -> bool:
-        if (broken := self.player.take_broken()) is not None:
-            raise broken
+        if self.player.broken:
+            raise self.player.broken
         self.player.look_at_the_clock()
         if self.keep is not None:
             self._drop(self.keep)
@@ -69,8 +69,6 @@ class PlayGoal:
         return must is not None and must.isdisjoint(self.player.unfinished)
 
     def _drop(self, keep: Callable[[Sequence[Episode]], bool]) -> None:
-        if self.ended() == len(self._kept):
-            return
         for number in self.player.ended():
             if number not in self._kept:
                 if self.discards_left == 0 or keep(self.player.episodes(number)):
@@ -197,19 +195,22 @@ class EpisodeRuns:
                 lambda: rounds.metrics.add("rollout/groups_discarded"),
                 lambda: rounds.too_old(self._pacer, player, rounds.loop.samples.owners().get),
             )  # fmt: skip
-            player.take_broken()
+            player.broken = None
             try:
                 rounds.loop.run(goal, call="run", progress=progress, timeout_s=timeout_s, patient=True)
+                ended = player.ended()
+                # Read after `ended`: an environment that breaks while the goal decides sets it before its episode ends.
+                if player.broken:
+                    raise player.broken
             except (KeyboardInterrupt, SystemExit, BrokenEnvironmentError):
                 player.drop(begun)
                 raise
             finally:
                 player.stop_clock()
-            return self._hand_out(on_error)
+            return self._hand_out(ended, on_error)
 
-    def _hand_out(self, on_error: OnError) -> EpisodeBatch:
+    def _hand_out(self, ended: list[int], on_error: OnError) -> EpisodeBatch:
         rounds, player = self._rounds, self._rounds.player
-        ended = player.ended()
         episodes = [episode for number in ended for episode in player.episodes(number)]
         batch = EpisodeBatch.from_episodes(
             episodes, detokenize=rounds.engine.controller.detokenize, **rounds.batch_options()

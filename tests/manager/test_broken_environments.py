@@ -82,6 +82,24 @@ def test_an_environment_without_the_interface_is_an_error_of_the_call(small, env
     assert_nothing_leaked(small)
 
 
+def test_an_environment_that_breaks_while_the_goal_decides_is_an_error_of_the_call(small, monkeypatch):
+    """It was a failed sample."""
+    look, decides = player.EpisodePlayer.look_at_the_clock, threading.Event()
+
+    def look_and_let_it_break(episodes):
+        look(episodes)
+        for future in episodes._futures.values():
+            decides.set()
+            future.result(10)
+
+    async def play(episode):
+        await asyncio.to_thread(decides.wait, 10)
+
+    monkeypatch.setattr(player.EpisodePlayer, "look_at_the_clock", look_and_let_it_break)
+    with pytest.raises(TypeError, match="return its reward, a number"):
+        small.run([None], play)
+
+
 def test_a_run_of_which_every_episode_failed_raises_and_the_first_failure_is_logged_once(small, caplog):
     async def play(episode):
         raise OSError(f"no tool {episode.index}")

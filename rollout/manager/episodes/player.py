@@ -43,6 +43,7 @@ class EpisodePlayer:
     Attributes:
         unfinished: the ids of groups with unfinished episodes.
         next_number: the id of the next group.
+        broken: the error of an environment without the required interface, which `run` raises; otherwise None.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class EpisodePlayer:
     ) -> None:
         self.unfinished: set[int] = set()
         self.next_number = 0
+        self.broken: BrokenEnvironmentError | None = None
         self._samples = samples
         self._check = check
         self._seed = seed
@@ -67,7 +69,6 @@ class EpisodePlayer:
         self._loop: LoopThread | None = None
         # Guard the finishing of an episode: its coroutine and its deadline may both try to finish it.
         self._ending = threading.Lock()
-        self._broken: BrokenEnvironmentError | None = None
         self._logged: set[type[BaseException]] = set()
 
     def __len__(self) -> int:
@@ -112,11 +113,6 @@ class EpisodePlayer:
             for late in self._groups[number]:
                 if self._end(late, None, "RequestTimeoutError: the episode's episode_timeout_s has passed"):
                     self._cancel(late)
-
-    def take_broken(self) -> BrokenEnvironmentError | None:
-        """Return and clear the error of an environment without the required interface; None means that there is no error."""
-        broken, self._broken = self._broken, None
-        return broken
 
     def stop_clock(self) -> None:
         """Stop counting playing time until the next `look_at_the_clock`: while no steps run, episodes get no completions."""
@@ -191,7 +187,7 @@ class EpisodePlayer:
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - only this episode fails
             if isinstance(exc, BrokenEnvironmentError):
                 # Ignore the error of an episode that was dropped: it must not fail a later call.
-                self._broken = exc if episode.group_id in self._groups else self._broken
+                self.broken = exc if episode.group_id in self._groups else self.broken
             elif type(exc) not in self._logged and not episode.ended:
                 self._logged.add(type(exc))
                 _log.warning(
