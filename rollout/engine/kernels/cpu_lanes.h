@@ -194,34 +194,44 @@ static inline ivec lane_numbers() {
     return out;
 }
 
-// exp(x) = 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes expf, S. Moshier). The result is 0 for x below -87, inf for x above
-// 88, and NaN for NaN. With SMALL, x must be at most 88, which saves a check.
-template <bool SMALL = false>
-static inline vec exponential(vec x) {
-    const vec low = vec{} - 87.0f, high = vec{} + 88.0f;
-    const ivec vanishes = x < low, overflows = x > high;
-    vec bounded = vanishes ? low : x;
-    if constexpr (!SMALL) bounded = overflows ? high : bounded;
-    const vec t = bounded * 1.44269504088896341f + 12582912.0f;
-    const vec n = t - 12582912.0f;
-    vec r = bounded - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+// exp(r) for r in [-ln2/2, ln2/2], a polynomial (Cephes expf, S. Moshier).
+static inline vec exponential_near_0(vec r) {
     vec p = vec{} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    return p * r * r + r + 1.0f;
+}
+
+// exp(x) = 2^n exp(r) with x = n ln2 + r. The result is inf for x above 89, NaN for NaN, and 0 for x below -104; where there are
+// no denormal results, it is 0 below -87 and inf above 88. With SMALL, x must be at most 88, which saves a check.
+template <bool SMALL = false>
+static inline vec exponential(vec x) {
+    constexpr float PER_LN2 = 1.44269504088896341f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+#if WIDE
+    __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // max and min return their second operand if one is NaN
+    if constexpr (!SMALL) bounded = _mm512_min_ps(_mm512_set1_ps(90.0f), bounded);
+    const vec n = (vec)_mm512_roundscale_ps((__m512)((vec)bounded * PER_LN2), 0);
+    return (vec)_mm512_scalef_ps((__m512)exponential_near_0((vec)bounded - n * LN2_HIGH - n * LN2_LOW), (__m512)n);
+#else
+    const vec low = vec{} - 87.0f, high = vec{} + 88.0f;
+    const ivec vanishes = x < low, overflows = x > high;
+    vec bounded = vanishes ? low : x;
+    if constexpr (!SMALL) bounded = overflows ? high : bounded;
+    const vec t = bounded * PER_LN2 + 12582912.0f;
+    const vec n = t - 12582912.0f;
+    const vec p = exponential_near_0(bounded - n * LN2_HIGH - n * LN2_LOW);
     ivec bits;
     std::memcpy(&bits, &t, sizeof(bits));
     bits = (bits << 23) + (127 << 23);
     vec scale;
     std::memcpy(&scale, &bits, sizeof(scale));
-    p = p * scale;
-    p = vanishes ? vec{} : p;
-    if constexpr (SMALL) return p;
-    else return overflows ? vec{} + INFINITY : p;
+    const vec out = vanishes ? vec{} : p * scale;
+    if constexpr (SMALL) return out;
+    else return overflows ? vec{} + INFINITY : out;
+#endif
 }
 
 // tanh(x) (Cephes tanhf, S. Moshier): a polynomial if |x| < 0.625, to be accurate near 0, otherwise 1 - 2 / (exp(2|x|) + 1).
