@@ -11,8 +11,8 @@ from torch import Tensor
 from rollout.engine.kernels.rows import PagedRows
 from rollout.engine.kernels.torch_paged import Rules, TorchPagedAttention
 
-MAX_GROUP = 64
-"""The maximum number of query heads per KV head that the kernel supports (`ROWS` in cpu_attention.h)."""
+MAX_GROUP = 96
+"""The maximum number of query heads per KV head that the kernel supports (`ROWS` in cpu_attention_plan.h)."""
 
 
 class Attention(ctypes.Structure):

@@ -10,7 +10,7 @@
 
 #include "cpu_prefetch.h"
 
-constexpr int64_t ROWS = 64, KEYS = 64;
+constexpr int64_t ROWS = 96, KEYS = 64;
 
 struct Attention {  // P positions, R sequences, H query heads, Hkv KV heads, D = head_dim, Dv = value_dim
     const void *query, *keys, *values;  // [P, H, D], [blocks, block_size, Hkv, D], [blocks, block_size, Hkv, Dv]
