@@ -165,8 +165,8 @@ struct Forward {
 
     // Returns the columns of a linear layer per job. With few rows, reading the weight is the bottleneck, so jobs are larger. In
     // Conv1D's layout the columns of a row are adjacent, so there a job takes a multiple of whole cache lines.
-    int64_t columns_per_job(const Linear& l, int64_t columns, int64_t depth) const {
-        if (!l.stride) return chunk_of(P, columns, depth * sizeof(T), crew.threads);
+    int64_t columns_per_job(const Linear& l, const Parts& parts, int64_t columns, int64_t depth) const {
+        if (!l.stride) return chunk_of(parts, columns, depth * sizeof(T), crew.threads);
         if (P > STREAMED_ROWS) return CHUNK;
         return std::clamp(columns / (STREAMED_JOBS * crew.threads) / CHUNK * CHUNK, CHUNK, 4 * CHUNK);
     }
@@ -174,7 +174,8 @@ struct Forward {
     // Computes queries, keys, values and gates. The job that computes the last piece of a head normalises, rotates and caches it.
     void project(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t some = layer.query.stride ? columns_per_job(layer.query, H * D, m.hidden) : CHUNK, pieces = (D + some - 1) / some;
+        const int64_t most = columns_per_job(layer.query, parts, H * D, m.hidden), pieces = (D + most - 1) / most;
+        const int64_t some = (D + pieces * CHUNK - 1) / (pieces * CHUNK) * CHUNK;
         const bool whole = m.norm_whole && layer.query_norm.weight;
         std::vector<std::atomic<int32_t>> missing(pieces > 1 ? parts.count * heads : 0);
         for (auto& each : missing) each.store(static_cast<int32_t>(pieces), std::memory_order_relaxed);
@@ -228,7 +229,7 @@ struct Forward {
     // gate = activation(gate) * up
     void widen(const Layer& layer, const T* in) const {
         const Parts parts(P, m.hidden, sizeof(T));
-        const int64_t some = columns_per_job(layer.up, layer.inner, m.hidden), chunks = (layer.inner + some - 1) / some;
+        const int64_t some = columns_per_job(layer.up, parts, layer.inner, m.hidden), chunks = (layer.inner + some - 1) / some;
         const bool gated = layer.gate.weight;
         if (gated) lower({&layer.gate, &layer.up}, in, m.hidden);
         else lower({&layer.up}, in, m.hidden);
@@ -273,7 +274,7 @@ struct Forward {
     // out [P, hidden] = l(in)
     void transform(const Linear& l, const T* in, int64_t depth, T* out) const {
         const Parts parts(P, depth, sizeof(T));
-        const int64_t some = columns_per_job(l, m.hidden, depth), chunks = (m.hidden + some - 1) / some;
+        const int64_t some = columns_per_job(l, parts, m.hidden, depth), chunks = (m.hidden + some - 1) / some;
         lower({&l}, in, depth);
         crew.share(parts.count * chunks, [&](int64_t job) {
             const int64_t part = job / chunks, begin = job % chunks * some;

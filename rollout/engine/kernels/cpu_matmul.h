@@ -87,19 +87,20 @@ struct Next {
     int64_t stride, rows;
 };
 
-// Multiplies `rows` rows of a by `quads` groups of 4 rows of b; calls use(row, quad, four sums). A tile of a is used for all
-// quads while it is cached. Every tile fetches one row of `next`, or two if there are few tiles, so that memory is never idle.
+// Multiplies `rows` rows of a by QUADS groups of 4 rows of b; calls use(row, quad, four sums). A tile of a is used for all quads
+// while it is cached. Every tile fetches one row of `next`, or two if there are few tiles, so that memory is never idle.
 template <typename T, typename Use>
-INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads, int64_t depth,
-                                Next<T> next, Use&& use) {
-    const int64_t each = (rows + TILE_ROWS - 1) / TILE_ROWS * quads < next.rows ? 2 : 1;
+INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t depth, Next<T> next, Use&& use) {
+    const int64_t each = (rows + TILE_ROWS - 1) / TILE_ROWS * QUADS < next.rows ? 2 : 1;
     int64_t row = 0;
     const auto some = [&](auto m) INLINE {
-        for (int64_t q = 0; q < quads; q++) {
+        for (int64_t q = 0; q < QUADS; q++) {
             const int64_t fetched = std::min(next.rows, each);
+            // Prefetches something in any case: with a branch, GCC compiles several loops and moves sums between registers.
+            const T *one = fetched > 0 ? next.from : a, *two = fetched > 1 ? next.from + next.stride : a;
             const auto fetch = [&](int64_t k) INLINE {
-                if (fetched > 0) __builtin_prefetch(next.from + k);
-                if (fetched > 1) __builtin_prefetch(next.from + next.stride + k);
+                __builtin_prefetch(one + k);
+                __builtin_prefetch(two + k);
             };
             tile<decltype(m)::value>(a + row * a_stride, a_stride, b[q], 0, depth, fetch, [&](int64_t i, vec4 v) INLINE { use(row + i, q, v); });
             next.from += fetched * next.stride;
@@ -111,6 +112,7 @@ INLINE static inline void tiles(const T* a, int64_t a_stride, int64_t rows, cons
 }
 
 constexpr int64_t CACHED_BYTES = 1 << 19;  // bytes of the second-level cache for the rows of a that are reused
+constexpr int64_t STREAMED_ROWS = 64;      // maximum rows of a for which the speed is limited by reading b from memory
 constexpr int64_t CHUNK = 32;              // minimum number of rows of b per job
 
 // Returns the number of elements per piece of a row of `depth` elements. The last piece may be shorter.
@@ -122,9 +124,9 @@ static inline int64_t piece_of(int64_t depth) {
 
 // Like `tiles`, for one piece of long rows: stores the sums in out [rows][QUADS], or adds them to it. Compiled once per type.
 template <typename T>
-__attribute__((noinline)) static void piece_tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t quads,
-                                                  int64_t depth, const Next<T>& next, vec4* out, bool add) {
-    tiles(a, a_stride, rows, b, quads, depth, next, [&](int64_t row, int64_t q, vec4 v) INLINE {
+__attribute__((noinline)) static void piece_tiles(const T* a, int64_t a_stride, int64_t rows, const T* const (*b)[4], int64_t depth,
+                                                  const Next<T>& next, vec4* out, bool add) {
+    tiles(a, a_stride, rows, b, depth, next, [&](int64_t row, int64_t q, vec4 v) INLINE {
         vec4& sum = out[row * QUADS + q];
         sum = add ? sum + v : v;
     });
@@ -158,66 +160,75 @@ static inline void narrow_product(const T* a, int64_t rows, const T* b, int64_t 
 template <typename T, typename Use>
 static inline void product(const T* a, int64_t first, int64_t count, const T* b, int64_t begin, int64_t end, int64_t columns,
                            int64_t depth, Use&& use) {
-    if (count <= TILE_ROWS)
-        return narrow_product(a + first * depth, count, b, begin, end, columns, depth,
-                              [&](int64_t row, int64_t n, vec4 v, int64_t real) { use(first + row, n, v, real); });
     constexpr int64_t WIDTH = 4 * QUADS;
+    const auto narrow = [&](int64_t row, int64_t rows, int64_t from) {
+        narrow_product(a + (first + row) * depth, rows, b, from, end, columns, depth,
+                       [&](int64_t i, int64_t n, vec4 v, int64_t real) { use(first + row + i, n, v, real); });
+    };
+    if (count <= TILE_ROWS) return narrow(0, count, begin);
     const int64_t piece = piece_of<T>(depth);
     // Copies of one piece of WIDTH rows of b, and the sums per row and quad. Rows whose distance is a power of two evict each
     // other from the cache; adjacent copies do not.
     const bool whole = piece >= depth;
     T* copies = whole ? nullptr : reinterpret_cast<T*>(team::scratch<float>((NEAR_BYTES / 4 + count) * WIDTH));
     vec4* out = reinterpret_cast<vec4*>(reinterpret_cast<char*>(copies) + WIDTH * NEAR_BYTES);
-    for (int64_t n = begin; n < end; n += WIDTH) {
-        const int64_t real = std::min(WIDTH, end - n), quads = (real + 3) / 4;
-        const auto done = [&](int64_t row, int64_t q, vec4 v) INLINE { use(first + row, n + 4 * q, v, std::min<int64_t>(4, real - 4 * q)); };
+    // Whether to fetch the next job but one after the last rows of a job, because another thread has probably taken the next job.
+    // With few rows of a, memory is the bottleneck, and reading on in order is faster.
+    const bool jumps = whole && count >= STREAMED_ROWS;
+    int64_t n = begin;
+    for (; n + WIDTH <= end; n += WIDTH) {
+        const int64_t after = jumps && n + 2 * WIDTH > end ? 2 * end - begin : n + WIDTH;
+        // All 4 rows exist. This is a constant, so that stores need no branch.
+        const auto done = [&](int64_t row, int64_t q, vec4 v) INLINE { use(first + row, n + 4 * q, v, 4); };
         for (int64_t k = 0; k < depth; k += piece) {
             const int64_t deep = std::min(piece, depth - k);
             const T* quad[QUADS][4];
-            for (int64_t i = 0; i < 4 * quads; i++) {
-                const T* row = b + (n + std::min(i, real - 1)) * depth + k;
+            for (int64_t i = 0; i < WIDTH; i++) {
+                const T* row = b + (n + i) * depth + k;
                 quad[i / 4][i % 4] = whole ? row : static_cast<const T*>(std::memcpy(copies + i * piece, row, deep * sizeof(T)));
             }
             const Next<T> next = k + piece < depth
-                ? Next<T>{b + n * depth + k + piece, depth, real}
-                : Next<T>{b + (n + WIDTH) * depth, depth, std::clamp<int64_t>(columns - n - WIDTH, 0, WIDTH)};
-            if (whole) tiles(a + first * depth, depth, count, quad, quads, depth, next, done);
-            else piece_tiles(a + first * depth + k, depth, count, quad, quads, deep, next, out, k > 0);
+                ? Next<T>{b + n * depth + k + piece, depth, WIDTH}
+                : Next<T>{b + after * depth, depth, std::clamp<int64_t>(columns - after, 0, WIDTH)};
+            if (whole) tiles(a + first * depth, depth, count, quad, depth, next, done);
+            else piece_tiles(a + first * depth + k, depth, count, quad, deep, next, out, k > 0);
         }
         for (int64_t row = 0; row < count && !whole; row++)
-            for (int64_t q = 0; q < quads; q++) done(row, q, out[row * QUADS + q]);
+            for (int64_t q = 0; q < QUADS; q++) done(row, q, out[row * QUADS + q]);
     }
+    for (int64_t row = 0; row < count && n < end; row += TILE_ROWS) narrow(row, std::min<int64_t>(TILE_ROWS, count - row), n);
 }
 
-constexpr int64_t STREAMED_ROWS = 64;        // maximum rows of a for which the speed is limited by reading b from memory
 constexpr int64_t STREAMED_BYTES = 1 << 19;  // maximum bytes of b per job
 constexpr int64_t STREAMED_JOBS = 4;         // jobs per thread
 
-// Returns the number of rows of b per job. Longer contiguous reads are faster (10 to 20 % with few rows of a), so each thread
-// gets only STREAMED_JOBS large jobs, or more jobs if these would exceed STREAMED_BYTES.
-inline int64_t chunk_of(int64_t rows, int64_t columns, int64_t row_bytes, int64_t threads) {
-    if (rows > STREAMED_ROWS) return CHUNK;
-    const int64_t unit = 4 * QUADS, jobs = threads * STREAMED_JOBS;
-    const int64_t even = (columns + jobs - 1) / jobs, most = STREAMED_BYTES / row_bytes;
-    return std::max(CHUNK, (std::min(even, most) + unit - 1) / unit * unit);
-}
-
-// Divides the rows of a into parts that stay in the cache. A job multiplies one part.
+// Divides the rows of a into equal parts that stay in the cache. A job multiplies one part.
 struct Parts {
-    int64_t rows, size, count;
+    int64_t rows, count, size;
 
-    Parts(int64_t rows, int64_t depth, int64_t bytes)
-        : rows(rows), size(std::max<int64_t>(4, CACHED_BYTES / (depth * bytes) / TILE_ROWS) * TILE_ROWS),
-          count((rows + size - 1) / size) {}
+    Parts(int64_t rows, int64_t depth, int64_t bytes) : rows(rows) {
+        const int64_t most = std::max<int64_t>(4, CACHED_BYTES / (depth * bytes) / TILE_ROWS) * TILE_ROWS;
+        count = (rows + most - 1) / most;
+        size = count < 2 ? rows : ((rows + count - 1) / count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    }
     int64_t first(int64_t part) const { return part * size; }
     int64_t length(int64_t part) const { return std::min(size, rows - part * size); }
 };
+
+// Returns the number of rows of b per job. Longer contiguous reads are faster (10 to 20 % with few rows of a), and the first rows
+// of a job are not prefetched, so each thread gets only STREAMED_JOBS large jobs, or more jobs if these would be too large.
+inline int64_t chunk_of(const Parts& parts, int64_t columns, int64_t row_bytes, int64_t threads) {
+    const int64_t unit = 4 * QUADS, jobs = threads * STREAMED_JOBS;
+    const int64_t even = (columns * parts.count + jobs - 1) / jobs;
+    const int64_t most = parts.rows > STREAMED_ROWS ? 4 * CHUNK : STREAMED_BYTES / row_bytes;
+    return std::max(CHUNK, (std::min(even, most) + unit - 1) / unit * unit);
+}
 
 // Multiplies all rows of a by all rows of b, on the threads of the crew. Calls `use` like `product`.
 template <typename T, typename Use>
 static void matmul(const T* a, int64_t rows, const T* b, int64_t columns, int64_t depth, const team::Crew& crew, Use&& use) {
     const Parts parts(rows, depth, sizeof(T));
-    const int64_t chunk = chunk_of(rows, columns, depth * sizeof(T), crew.threads), chunks = (columns + chunk - 1) / chunk;
+    const int64_t chunk = chunk_of(parts, columns, depth * sizeof(T), crew.threads), chunks = (columns + chunk - 1) / chunk;
     crew.share(parts.count * chunks, [&](int64_t job) {
         const int64_t part = job / chunks, begin = job % chunks * chunk;
         product(a, parts.first(part), parts.length(part), b, begin, std::min(begin + chunk, columns), columns, depth, use);
