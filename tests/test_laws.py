@@ -280,8 +280,8 @@ SPEC_NAMES = {name: names.split() for name, names in NAMES.items()}
 
 CEILINGS = {
     "files of rollout/": 260,
-    "lines of rollout/": 47_912,
-    "code lines of rollout/": 30_687,
+    "lines of rollout/": 47_911,
+    "code lines of rollout/": 30_686,
     "classes of rollout/": 492,
     "lines of the largest class": 395,
     "methods of the largest class": 29,

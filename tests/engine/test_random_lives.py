@@ -16,8 +16,6 @@ from tests.lives import ARCHITECTURES, RECURRENT, Life
 from tests.models import make_model
 from tests.oracle import Policy, check_record
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is clamped to")
-
 LIVES = int(os.environ.get("ROLLOUT_LIVES", "12"))
 
 

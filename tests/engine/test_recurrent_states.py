@@ -21,8 +21,6 @@ from tests.engines import (
     token_ids,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is clamped to:UserWarning")
-
 RAGGED = [token_ids(length, seed) for seed, length in enumerate((1, 3, 4, 9, 17, 26))]
 
 

@@ -133,9 +133,8 @@ Argument = Annotated[
 EngineStateName = Annotated[str, Rule("the name of an engine state", _in(EngineState))]
 CoordinatorStateName = Annotated[str, Rule("the name of a coordinator state", _in(CoordinatorState))]
 Table = Annotated[dict[str, Any], Rule("a table", _is(dict))]
-Priority = Annotated[
-    int, Rule("an integer in [-2**31, 2**31]", lambda value: type(value) is int and abs(value) <= 2**31)
-]
+Priority = Annotated[int, Rule("an integer in [-2**31, 2**31]", lambda v: type(v) is int and abs(v) <= 2**31)]
+BarrierNumber = Annotated[int, Rule("an integer in [0, 2**62)", lambda v: is_count(v) and v < 2**62)]
 
 
 class LostFramesError(SerializationError):

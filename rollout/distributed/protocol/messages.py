@@ -318,7 +318,7 @@ class EngineMoved(Message):
 class Barrier(Message):
     """The arrival of a member (the client of a rank's training loop) at barrier `index`. The reply is `BarrierDone`."""
 
-    index: wire.Count
+    index: wire.BarrierNumber
     what: wire.Name = ""
     """The name of the collective call in which the member waits at the barrier."""
     policy_version: wire.Count = 0
@@ -329,7 +329,7 @@ class Barrier(Message):
 class BarrierDone(Message):
     """The reply to `Barrier`, sent once every member has arrived at barrier `index` or at a later barrier."""
 
-    index: wire.Count
+    index: wire.BarrierNumber
     differences: wire.Text = ""
     """The members with their calls and policy versions, if these differ; empty if all members agree."""
 

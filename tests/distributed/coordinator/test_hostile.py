@@ -184,6 +184,12 @@ def test_bad_frames_end_their_own_session_at_most():
     assert {"malformed", "unknown_peer", "not_yours", "lost_frames"} <= heard
 
 
+def test_a_barrier_after_which_no_other_can_be_numbered_is_unreadable():
+    """The coordinator offered the next client a barrier number that the client could not read."""
+    with pytest.raises(SerializationError, match=r"Barrier.index: 9223372036854775807 .* integer in \[0, 2\*\*62\)"):
+        decode(encode(1, wire.Barrier(2**63 - 1)))
+
+
 # --- too much -----------------------------------------------------------------------------------------------------------
 
 

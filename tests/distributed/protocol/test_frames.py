@@ -52,6 +52,7 @@ VALUES = {
     "little-endian int64 in bytes": buffers(8),
     "pairs of little-endian float32 in bytes": buffers(8),
     "a string, or little-endian int32 in bytes": st.text() | buffers(4),
+    "an integer in [0, 2**62)": st.integers(0, 2**62 - 1),
     "a list of integers in [0, 2**63)": st.lists(counts, max_size=4),
     "a control signal": st.sampled_from([*map(str, ControlSignal), SET_VERSION]),
     "None, a string of at most 4,096 characters or an integer": st.none() | names | counts,

@@ -29,8 +29,6 @@ from tests.engines import (
 from tests.interpreter import INTERPRETED, on_the_device
 from tests.models import make_model, scale_weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 NAMES = ["qwen3", "llama", "gemma2", "mistral"]
 

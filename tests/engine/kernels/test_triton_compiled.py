@@ -35,7 +35,6 @@ from tests.engine.kernels.paged_step import Step
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreter compiles nothing"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
