@@ -216,7 +216,7 @@ struct Parts {
 };
 
 // Returns the number of rows of b per job. Longer contiguous reads are faster (10 to 20 % with few rows of a), and the first rows
-// of a job are not prefetched, so each thread gets only STREAMED_JOBS large jobs, or more jobs if these would be too large.
+// of a job are often not prefetched, so each thread gets only STREAMED_JOBS large jobs, or more if these would be too large.
 inline int64_t chunk_of(const Parts& parts, int64_t columns, int64_t row_bytes, int64_t threads) {
     const int64_t unit = 4 * QUADS, jobs = threads * STREAMED_JOBS;
     const int64_t even = (columns * parts.count + jobs - 1) / jobs;
